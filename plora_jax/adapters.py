@@ -32,7 +32,7 @@ class Factors(NamedTuple):
 
 
 Adapter = dict[str, Factors]
-Stack = dict[str, dict[str, Float32[Array, "L J *factor"]]]
+Stack = dict[str, Factors]  # with a job axis: a [L, J, R, d_in], b [L, J, d_out, R]
 
 
 def rank_bucket(rank: int) -> int:
@@ -156,17 +156,11 @@ def pad_adapter(
 
 
 def stack_adapters(adapters: Sequence[Mapping[str, Factors]]) -> Stack:
-    """Stack padded adapters of J jobs: `{site: {"a": [L, J, R, d_in], "b": [L, J, d_out, R]}}`.
+    """Stack padded adapters of J jobs: `{site: Factors(a [L, J, R, d_in], b [L, J, d_out, R])}`.
 
     The layer axis comes first, so that the scan over layers slices without a transpose; jobs are axis 1.
     """
-    return {
-        name: {
-            "a": jnp.stack([adapter[name].a for adapter in adapters], axis=1),
-            "b": jnp.stack([adapter[name].b for adapter in adapters], axis=1),
-        }
-        for name in adapters[0]
-    }
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *adapters)
 
 
 def stack_scales(config: ModelConfig, jobs: Sequence[Job], sites: Iterable[str]) -> dict[str, Array]:
@@ -181,7 +175,7 @@ def unstack_adapter(config: ModelConfig, job: Job, stack: Stack, slot: int) -> A
     out = {}
     for name, rank in ranks(config, job).items():
         r = int(rank.max())
-        out[name] = Factors(stack[name]["a"][:, slot, :r], stack[name]["b"][:, slot, :, :r])
+        out[name] = Factors(stack[name].a[:, slot, :r], stack[name].b[:, slot, :, :r])
     return out
 
 

@@ -8,7 +8,9 @@ from typing import Any, Literal
 LINEAR = "all-linear"
 
 
-def _f(default: Any, doc: str, low: float | None = None, high: float | None = None, open_low: bool = False) -> Any:
+def _f(
+    default: Any, doc: str, low: float | None = None, high: float | None = None, open_low: bool = False
+) -> Any:
     return field(default=default, metadata={"doc": doc, "low": low, "high": high, "open_low": open_low})
 
 
@@ -22,10 +24,14 @@ class Job:
 
     learning_rate: float = _f(2e-4, "peak learning rate", 0.0, None, True)
     rank: int = _f(16, "LoRA rank r", 1, 1024)
-    alpha: float = _f(16.0, "LoRA alpha; the adapter's scale is alpha/r (alpha/sqrt(r) with use_rslora)", 0.0, None, True)
+    alpha: float = _f(
+        16.0, "LoRA alpha; the adapter's scale is alpha/r (alpha/sqrt(r) with use_rslora)", 0.0, None, True
+    )
     use_rslora: bool = _f(False, "scale by alpha/sqrt(r) instead of alpha/r")
     dropout: float = _f(0.0, "dropout on the adapter's input", 0.0, 0.999)
-    targets: tuple[str, ...] | str = _f(LINEAR, "modules that get an adapter: all-linear, or a list such as [q_proj, v_proj]")
+    targets: tuple[str, ...] | str = _f(
+        LINEAR, "modules that get an adapter: all-linear, or a list such as [q_proj, v_proj]"
+    )
     rank_pattern: tuple[tuple[str, int], ...] = _f((), "ranks of single modules, by PEFT pattern")
     alpha_pattern: tuple[tuple[str, float], ...] = _f((), "alphas of single modules, by PEFT pattern")
     batch_size: int = _f(8, "examples per optimizer step", 1, None)
@@ -37,10 +43,14 @@ class Job:
     eps: float = _f(1e-8, "AdamW epsilon, outside the root", 0.0, None, True)
     momentum: float = _f(0.0, "SGD momentum", 0.0, 0.9999999)
     weight_decay: float = _f(0.0, "decoupled weight decay", 0.0, None)
-    max_grad_norm: float = _f(1.0, "clip the gradient norm of this job alone; 0 turns clipping off", 0.0, None)
+    max_grad_norm: float = _f(
+        1.0, "clip the gradient norm of this job alone; 0 turns clipping off", 0.0, None
+    )
     scheduler: Literal["constant", "linear", "cosine"] = _f("cosine", "learning-rate schedule after warmup")
     warmup_ratio: float = _f(0.0, "share of the optimizer steps spent warming up, rounded up", 0.0, 1.0)
-    warmup_steps: int | None = _f(None, "optimizer steps of warmup; when given, warmup_ratio is ignored", 0, None)
+    warmup_steps: int | None = _f(
+        None, "optimizer steps of warmup; when given, warmup_ratio is ignored", 0, None
+    )
     seed: int = _f(0, "draws the adapter's A and the dropout masks", 0, 2**31 - 1)
     data_seed: int = _f(0, "draws the order of the training rows", 0, 2**31 - 1)
     train: str = _f("", "training data of this job; empty: the sweep's")

@@ -1,0 +1,126 @@
+"""One job's optimizer step, with every setting traced: the packed step vmaps it over the slots."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Bool, Float, Int32
+
+from plora_jax.jobs import Job
+
+SCHEDULERS = ("constant", "linear", "cosine")
+OPTIMIZERS = ("adamw", "sgd")
+
+
+class Hyper(NamedTuple):
+    """Hold one job's settings as scalars (with a leading J axis in a pack); all are traced, none recompiles."""
+
+    learning_rate: Float[Array, ""]
+    beta1: Float[Array, ""]
+    beta2: Float[Array, ""]
+    eps: Float[Array, ""]
+    momentum: Float[Array, ""]
+    weight_decay: Float[Array, ""]
+    max_grad_norm: Float[Array, ""]
+    optimizer: Int32[Array, ""]
+    scheduler: Int32[Array, ""]
+    warmup: Int32[Array, ""]
+    total: Int32[Array, ""]
+    dropout: Float[Array, ""]
+    seed: Int32[Array, ""]
+
+
+def warmup_steps(job: Job, total_steps: int) -> int:
+    """Return the optimizer steps of warmup: `warmup_steps`, else ceil(ratio x total), as transformers counts them."""
+    if job.warmup_steps is not None:
+        return job.warmup_steps
+    return math.ceil(job.warmup_ratio * total_steps)
+
+
+def hyper(job: Job, total_steps: int, dtype: Any = np.float32) -> Hyper:
+    """Turn a job's settings into the scalars the step reads; `total_steps` ends its schedule."""
+    reals = {
+        name: np.asarray(getattr(job, name), dtype)
+        for name in (
+            "learning_rate",
+            "beta1",
+            "beta2",
+            "eps",
+            "momentum",
+            "weight_decay",
+            "max_grad_norm",
+            "dropout",
+        )
+    }
+    integers = {
+        "optimizer": OPTIMIZERS.index(job.optimizer),
+        "scheduler": SCHEDULERS.index(job.scheduler),
+        "warmup": warmup_steps(job, total_steps),
+        "total": total_steps,
+        "seed": job.seed,
+    }
+    return Hyper(**reals, **{name: np.asarray(value, np.int32) for name, value in integers.items()})
+
+
+def learning_rate(h: Hyper, step: Int32[Array, ""]) -> Float[Array, ""]:
+    """Return the rate of optimizer step `step` (the first is 0), as transformers' get_*_schedule_with_warmup.
+
+    With warmup the first step runs at rate 0, and the last runs one step short of the schedule's end.
+    """
+    dtype = h.learning_rate.dtype
+    at, warmup, total = step.astype(dtype), h.warmup.astype(dtype), h.total.astype(dtype)
+    after = (at - warmup) / jnp.maximum(1.0, total - warmup)
+    decay = jnp.stack([jnp.ones_like(after), 1.0 - after, 0.5 * (1.0 + jnp.cos(jnp.pi * after))])[h.scheduler]
+    factor = jnp.where(at < warmup, at / jnp.maximum(1.0, warmup), jnp.maximum(0.0, decay))
+    return h.learning_rate * factor
+
+
+def init_optimizer(params: Any, kinds: frozenset[str]) -> dict[str, Any]:
+    """Return zero optimizer state for one job, with room for each optimizer kind that occurs in its pack."""
+    state: dict[str, Any] = {}
+    if "adamw" in kinds:
+        state["adamw"] = optax.scale_by_adam().init(params)
+    if "sgd" in kinds:
+        state["sgd"] = optax.trace(0.9).init(params)
+    return state
+
+
+def apply_update(
+    params: Any, grads: Any, state: dict[str, Any], h: Hyper, step: Int32[Array, ""]
+) -> tuple[Any, dict[str, Any], Float[Array, ""], Bool[Array, ""]]:
+    """Take one job's optimizer step and return (params, state, gradient norm, whether the gradient was finite).
+
+    `grads` is the gradient of the mean loss. AdamW decays weights decoupled from the gradient and SGD adds the decay
+    to it, as torch.optim does; the norm is over this job alone and clips as torch's clip_grad_norm_. A non-finite
+    gradient changes nothing.
+    """
+    norm = optax.tree.norm(grads)
+    finite = jnp.isfinite(norm)
+    clip = jnp.where(h.max_grad_norm > 0, jnp.minimum(1.0, h.max_grad_norm / (norm + 1e-6)), 1.0)
+    grads = jax.tree.map(lambda g: g * clip, grads)
+    rate = learning_rate(h, step)
+
+    new_state: dict[str, Any] = {}
+    deltas = []
+    for kind, old in state.items():
+        if kind == "adamw":
+            tx = optax.chain(
+                optax.scale_by_adam(h.beta1, h.beta2, h.eps), optax.add_decayed_weights(h.weight_decay)
+            )
+            delta, (new_state[kind], _) = tx.update(grads, (old, optax.EmptyState()), params)
+        else:
+            decayed = jax.tree.map(lambda g, p: g + h.weight_decay * p, grads, params)
+            delta, new_state[kind] = optax.trace(h.momentum).update(decayed, old)
+        deltas.append((OPTIMIZERS.index(kind), delta))
+    chosen = deltas[0][1]
+    for index, delta in deltas[1:]:
+        chosen = jax.tree.map(lambda c, d, i=index: jnp.where(h.optimizer == i, d, c), chosen, delta)
+
+    def keep(new: Any, old: Any) -> Any:
+        return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+
+    new_params = jax.tree.map(lambda p, d: p - rate * d, params, chosen)
+    return keep(new_params, params), keep(new_state, state), norm, finite
