@@ -58,7 +58,7 @@ def resolve_targets(config: ModelConfig, targets: Sequence[str] | str) -> dict[s
     found: dict[str, np.ndarray] = {}
     for entry in entries:
         hit = False
-        for site, layer, path in _modules(config):
+        for site, layer, path in modules(config):
             if path == entry or path.endswith(f".{entry}"):
                 found.setdefault(site.name, np.zeros(config.n_layers, bool))[layer] = hit = True
         if not hit:
@@ -192,8 +192,11 @@ def _per_module(
 ) -> dict[str, np.ndarray]:
     targets = resolve_targets(config, job.targets)
     values = {site: np.where(mask, default, 0).astype(dtype) for site, mask in targets.items()}
-    modules = {(site.name, layer): path for site, layer, path in _modules(config)}
-    targeted = {key: path for key, path in modules.items() if key[0] in targets and targets[key[0]][key[1]]}
+    targeted = {
+        (site.name, layer): path
+        for site, layer, path in modules(config)
+        if site.name in targets and targets[site.name][layer]
+    }
     matches = []
     for pattern, value in getattr(job, field):
         try:
@@ -222,7 +225,8 @@ def _example(paths: Iterable[str]) -> str:
     return f"{path.rsplit('.', 1)[-1]} or {path}"
 
 
-def _modules(config: ModelConfig) -> Iterable[tuple[Site, int, str]]:
+def modules(config: ModelConfig) -> Iterable[tuple[Site, int, str]]:
+    """Yield every module that can carry an adapter: its site, its layer and its path in transformers."""
     for site in config.sites:
         for layer in range(config.n_layers):
             yield site, layer, config.module_path(site, layer)

@@ -1,0 +1,59 @@
+"""The README of an exported adapter: what it is, how to load it, and every field of its job."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+from plora_jax.jobs import Job
+
+_VLLM_DEFAULT = 16  # vLLM's default of --max-lora-rank
+_VLLM_RANKS = (32, 64, 128, 256, 320, 512)  # the larger values that it accepts
+
+
+def model_card(base_name: str, job: Job, largest_rank: int) -> str:
+    """Return a model card in Markdown, with the front matter of the Hugging Face hub."""
+    hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", base_name) and not Path(base_name).exists()
+    values = job.to_dict()
+    table = "\n".join(f"| {f.name} | `{values[f.name]}` | {f.metadata['doc']} |" for f in fields(job))
+    return f"""---
+{f"base_model: {base_name}" if hub_name else "# base_model: a local model"}
+library_name: peft
+pipeline_tag: text-generation
+tags: [lora]
+---
+
+# LoRA adapter for {base_name}
+
+Trained with plora_jax. In PEFT:
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+base = AutoModelForCausalLM.from_pretrained({base_name!r})
+model = PeftModel.from_pretrained(base, "THIS_DIRECTORY")
+```
+
+{_vllm(base_name, job, largest_rank)}
+
+| field | value | meaning |
+|---|---|---|
+{table}
+"""
+
+
+def _vllm(base_name: str, job: Job, largest_rank: int) -> str:
+    if job.rank_pattern or job.alpha_pattern:
+        return (
+            "vLLM reads one rank and one alpha for a whole adapter: for vLLM, merge this one (`plora merge`)."
+        )
+    limit = next((rank for rank in _VLLM_RANKS if rank >= largest_rank), None)
+    if limit is None:
+        return f"Its rank, {largest_rank}, is above what vLLM serves: for vLLM, merge it (`plora merge`)."
+    command = f"vllm serve {base_name} --enable-lora --lora-modules NAME=THIS_DIRECTORY"
+    if largest_rank <= _VLLM_DEFAULT:
+        return f"In vLLM:\n\n```sh\n{command}\n```"
+    return (
+        f"In vLLM, whose default limit of {_VLLM_DEFAULT} this rank exceeds, say so with `--max-lora-rank`:\n\n"
+        f"```sh\n{command} --max-lora-rank {limit}\n```"
+    )
