@@ -54,6 +54,6 @@ def _vllm(base_name: str, job: Job, largest_rank: int) -> str:
     if largest_rank <= _VLLM_DEFAULT:
         return f"In vLLM:\n\n```sh\n{command}\n```"
     return (
-        f"In vLLM, whose default limit of {_VLLM_DEFAULT} this rank exceeds, say so with `--max-lora-rank`:\n\n"
+        f"In vLLM, whose default limit of {_VLLM_DEFAULT} this rank exceeds, with `--max-lora-rank`:\n\n"
         f"```sh\n{command} --max-lora-rank {limit}\n```"
     )

@@ -1,7 +1,8 @@
 """Adapters as PEFT directories: exact export, strict import.
 
 A directory holds `adapter_config.json`, `adapter_model.safetensors` and `README.md`, as PEFT 0.21 writes and
-reads them. Tensors are `base_model.model.<module path>.lora_A.weight` [r, d_in] and `.lora_B.weight` [d_out, r].
+reads them. Tensors are `base_model.model.<module path>.lora_A.weight` [r, d_in] and `.lora_B.weight`
+[d_out, r].
 """
 
 import json
@@ -108,9 +109,9 @@ def import_adapter(directory: str | Path, config: ModelConfig) -> tuple[Adapter,
 
     The fields (`rank`, `alpha`, `use_rslora`, `targets`, `rank_pattern`, `alpha_pattern`) go into a job with
     `dataclasses.replace(job, **fields)`; where patterns overlap they are rewritten so that PEFT's first match
-    holds. Raises `UserError` when a file is missing or unreadable, for a feature that is not plain LoRA (DoRA,
-    biases, saved modules, trained embeddings …), for missing or unknown tensors, and for wrong shapes; each
-    by name.
+    holds. Raises `UserError` when a file is missing or unreadable, for a feature that is not plain LoRA
+    (DoRA, biases, saved modules, trained embeddings …), for missing or unknown tensors, and for wrong shapes;
+    each by name.
     """
     root = Path(directory)
     settings = read_config(root)
@@ -306,8 +307,8 @@ def _patterns(
 def _disjoint(patterns: Mapping[str, Any], values: Mapping[str, Any], default: float) -> dict[str, Any]:
     """Return patterns that give every module its value whatever order they are tried in.
 
-    Patterns that share no module stay as they are (those that match none are left out); others are replaced by
-    one full path a module.
+    Patterns that share no module stay as they are (those that match none are left out); others are replaced
+    by one full path a module.
     """
     hits = {key: {path for path in values if match_pattern(key, path)} for key in patterns}
     if sum(map(len, hits.values())) == len(set().union(*hits.values())):
