@@ -1,0 +1,245 @@
+"""`lora_dense`: a frozen Linear with a LoRA adapter, written for one job and packed over jobs by `jax.vmap`.
+
+The functions are `custom_vjp`s whose forward and backward are `custom_vmap` functions. The batching rule is the
+packed computation: jobs stack on a leading axis J, and the frozen product sees all jobs' tokens as one matrix.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+
+from . import reference
+from .reference import Site
+
+
+def lora_dense(x, w, a, b, scale, *, bias=None, mask=None):
+    """Apply a frozen Linear and its LoRA adapter: y = x·W + bias + scale·((x·mask)·Aᵀ)·Bᵀ.
+
+    Gradients flow to x, a and b only: W, bias, scale and mask are constants, and no gradient of W is ever formed.
+    Products run in x.dtype with float32 accumulation; scale stays float32. `jax.vmap` over the adapters (and x)
+    is the packed computation of all jobs; W must not be batched there (it still works, by one product a job).
+
+    Args:
+      x: [..., D] in the compute dtype. w: [D, F]. a: [R, D] and b: [F, R], float32 masters as PEFT stores them.
+      scale: float32 scalar, alpha/r (rsLoRA: alpha/√r). bias: [F] or None. mask: dropout mask [..., D] with values
+        0 or 1/(1-p), or None.
+
+    Returns:
+      [..., F] in x.dtype. Gradients of a and b have their own dtype.
+
+    Raises:
+      ValueError: when the shapes do not fit together.
+
+    References:
+      Hu et al., LoRA: https://arxiv.org/abs/2106.09685
+    """
+    (y,) = lora_dense_group(x, (w,), ((a, b, scale),), biases=(bias,), mask=mask)
+    return y
+
+
+def lora_delta(x, a, b, scale, *, mask=None):
+    """Apply the adapter alone, scale·((x·mask)·Aᵀ)·Bᵀ, for a Linear computed elsewhere (quantised or sharded).
+
+    Args and gradients are those of `lora_dense`; returns [..., F] in x.dtype.
+    """
+    (y,) = lora_dense_group(x, (None,), ((a, b, scale),), mask=mask)
+    return y
+
+
+def lora_dense_group(x, ws, adapters, *, biases=None, mask=None):
+    """Apply several `lora_dense` that read the same x (q/k/v, gate/up), sharing the read of x, mask and shrink.
+
+    Args:
+      x: [..., D]. ws: one [D, F] per site (None: the adapter alone). adapters: one (a, b, scale) per site, or None.
+      biases: one [F] or None per site, or None. mask: one dropout mask for all sites, or None.
+
+    Returns:
+      One [..., F] per site.
+
+    Raises:
+      ValueError: when the shapes do not fit together.
+    """
+    biases = (None,) * len(ws) if biases is None else tuple(biases)
+    if not len(ws) == len(adapters) == len(biases):
+        raise ValueError(
+            f"{len(ws)} weights, {len(adapters)} adapters and {len(biases)} biases: give one per site"
+        )
+    sites = []
+    for w, adapter, bias in zip(ws, adapters, biases, strict=True):
+        if adapter is None:
+            if w is None:
+                raise ValueError("a site needs a weight or an adapter")
+            sites.append(Site(w, bias, None, None, None))
+        else:
+            a, b, scale = (jnp.asarray(t) for t in adapter)
+            sites.append(Site(w, bias, a[None], b[None], scale[None]))
+    lead, d_in = x.shape[:-1], x.shape[-1]
+    _check_shapes(x, mask, sites)
+    flat = (None if t is None else t.reshape(1, -1, d_in) for t in (x, mask))
+    ys = _lora(*flat, tuple(sites))
+    return tuple(y.reshape(*lead, y.shape[-1]) for y in ys)
+
+
+def _check_shapes(x, mask, sites):
+    d_in = x.shape[-1]
+    if mask is not None and mask.shape != x.shape:
+        raise ValueError(f"mask {mask.shape} must have the shape of x {x.shape}")
+    for site in sites:
+        expected = {}
+        if site.w is not None:
+            expected["w"] = (site.w.shape, (d_in, site.d_out))
+        if site.bias is not None:
+            expected["bias"] = (site.bias.shape, (site.d_out,))
+        if site.a is not None:
+            rank = site.a.shape[1] if site.a.ndim == 3 else -1
+            expected["a"] = (site.a.shape[1:], (rank, d_in))
+            expected["b"] = (site.b.shape[1:], (site.d_out, rank))
+            expected["scale"] = (site.scale.shape[1:], ())
+        for name, (got, want) in expected.items():
+            if tuple(got) != want:
+                raise ValueError(f"{name} has shape {tuple(got)}, expected {want} for x {x.shape}")
+
+
+# --- one job: gradients ---------------------------------------------------------------------------------------
+
+
+@jax.custom_vjp
+def _lora(x, mask, sites):
+    ys, _ = _forward(x, mask, sites)
+    return ys
+
+
+def _lora_fwd(x, mask, sites):
+    ys, us = _forward(x, mask, sites)
+    return ys, (x, mask, sites, us)
+
+
+def _lora_bwd(residuals, dys):
+    x, mask, sites, us = residuals
+    dx, das, dbs = _backward(x, mask, sites, us, dys)
+    grads = tuple(
+        Site(
+            None, None, *((None, None) if da is None else (da.astype(s.a.dtype), db.astype(s.b.dtype))), None
+        )
+        for s, da, db in zip(sites, das, dbs, strict=True)
+    )
+    return dx, None, grads
+
+
+_lora.defvjp(_lora_fwd, _lora_bwd)
+
+
+# --- J jobs: batching -----------------------------------------------------------------------------------------
+
+
+@custom_vmap
+def _forward(x, mask, sites):
+    return reference.forward(x, mask, sites)
+
+
+@custom_vmap
+def _backward(x, mask, sites, us, dys):
+    return reference.backward(x, mask, sites, us, dys)
+
+
+def _any(batched) -> bool:
+    return any(jax.tree.leaves(batched))
+
+
+def _base_batched(sites) -> bool:
+    return any(_any((site.w, site.bias)) for site in sites)
+
+
+def _adapters(sites):
+    return [(site.a, site.b, site.scale) for site in sites]
+
+
+def _jobs(n, value, batched, jobs):
+    """Merge a new axis of size n in front of the job axis: [n, J, …] -> [n·J, …], broadcasting what lacks either."""
+    if value is None:
+        return None
+    value = value if batched else jnp.broadcast_to(value, (n, *value.shape))
+    value = jnp.broadcast_to(value, (n, jobs, *value.shape[2:]))
+    return value.reshape(n * jobs, *value.shape[2:])
+
+
+def _shared(n, value, batched, jobs):
+    """As `_jobs`, but leave tokens that all jobs read as they are: their frozen product is computed once."""
+    if value is not None and not batched and value.shape[0] == 1:
+        return value
+    return _jobs(n, value, batched, jobs)
+
+
+def _adapters_as_jobs(n, sites, batched, jobs):
+    return tuple(
+        site._replace(
+            **{
+                name: _jobs(n, getattr(site, name), getattr(flags, name), jobs)
+                for name in ("a", "b", "scale")
+                if site.a is not None
+            }
+        )
+        for site, flags in zip(sites, batched, strict=True)
+    )
+
+
+def _split_jobs(n, tree):
+    return jax.tree.map(lambda t: t.reshape(n, t.shape[0] // n, *t.shape[1:]), tree)
+
+
+def _vmap_reference(function, n, batched, args):
+    """Batch over W itself (unusual: the base is shared by all jobs): plain XLA, one product a weight."""
+    out = jax.vmap(function, in_axes=jax.tree.map(lambda b: 0 if b else None, batched), axis_size=n)(*args)
+    return out, jax.tree.map(lambda _: True, out)
+
+
+def _job_count(values, batched) -> int:
+    """Return the size of the job axis, which the new axis precedes where a value is batched."""
+    pairs = zip(jax.tree.leaves(values), jax.tree.leaves(batched), strict=True)
+    return max(value.shape[1 if is_batched else 0] for value, is_batched in pairs)
+
+
+@_forward.def_vmap
+def _forward_rule(n, batched, x, mask, sites):
+    x_batched, mask_batched, sites_batched = batched
+    if _base_batched(sites_batched):
+        return _vmap_reference(reference.forward, n, batched, (x, mask, sites))
+    jobs = _job_count((x, mask, _adapters(sites)), (x_batched, mask_batched, _adapters(sites_batched)))
+    if _any(sites_batched):
+        packed = _adapters_as_jobs(n, sites, sites_batched, jobs)
+        ys, us = _forward(_shared(n, x, x_batched, jobs), _shared(n, mask, mask_batched, jobs), packed)
+        # a site without adapter that reads shared tokens has one result for all jobs
+        ys = tuple(jnp.broadcast_to(y, (n * jobs, *y.shape[1:])) for y in ys)
+        out = _split_jobs(n, (ys, us))
+        return out, jax.tree.map(lambda _: True, out)
+
+    # The same adapters on more tokens: the new axis joins the tokens, [n, J, T, D] -> [J, n·T, D].
+    def join(value, is_batched):
+        if value is None:
+            return None
+        value = value if is_batched else jnp.broadcast_to(value, (n, *value.shape))
+        return jnp.moveaxis(value, 0, 1).reshape(value.shape[1], -1, value.shape[-1])
+
+    def part(value):
+        return jnp.moveaxis(value.reshape(value.shape[0], n, -1, value.shape[-1]), 1, 0)
+
+    out = jax.tree.map(part, _forward(join(x, x_batched), join(mask, mask_batched), sites))
+    return out, jax.tree.map(lambda _: True, out)
+
+
+@_backward.def_vmap
+def _backward_rule(n, batched, x, mask, sites, us, dys):
+    x_batched, mask_batched, sites_batched, us_batched, dys_batched = batched
+    if _base_batched(sites_batched):
+        return _vmap_reference(reference.backward, n, batched, (x, mask, sites, us, dys))
+    # Every element of the new axis owes its own dA and dB, so all of them become jobs here.
+    jobs = _job_count((x, mask, us, dys), (x_batched, mask_batched, us_batched, dys_batched))
+    out = _backward(
+        _shared(n, x, x_batched, jobs),
+        _shared(n, mask, mask_batched, jobs),
+        _adapters_as_jobs(n, sites, sites_batched, jobs),
+        tuple(_jobs(n, u, flag, jobs) for u, flag in zip(us, us_batched, strict=True)),
+        tuple(_jobs(n, dy, flag, jobs) for dy, flag in zip(dys, dys_batched, strict=True)),
+    )
+    out = _split_jobs(n, out)
+    return out, jax.tree.map(lambda _: True, out)

@@ -1,0 +1,141 @@
+"""The packed LoRA products in plain XLA: right on every device, dtype and shape, and the yardstick of the kernels.
+
+Everything here is written over J jobs at once. `x` (and `mask`) may carry a job axis of 1, meaning that all jobs
+read the same tokens: the frozen product is then computed once.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Site(NamedTuple):
+    """One frozen Linear with the adapters of J jobs; `w` None leaves only the adapters, `a` None only the Linear."""
+
+    w: jax.Array | None  # [D, F]
+    bias: jax.Array | None  # [F]
+    a: jax.Array | None  # [J, R, D]
+    b: jax.Array | None  # [J, F, R]
+    scale: jax.Array | None  # [J]
+
+    @property
+    def d_out(self) -> int:
+        return self.w.shape[-1] if self.w is not None else self.b.shape[-2]
+
+
+def accumulator(dtype) -> jnp.dtype:
+    """Return the dtype sums are kept in: float32, or float64 for float64 inputs."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def masked(x, mask):
+    """Return the adapters' input: x times the dropout mask, multiplied in float32 so that 1/(1-p) is not rounded."""
+    if mask is None:
+        return x
+    acc = accumulator(x.dtype)
+    return (x.astype(acc) * mask.astype(acc)).astype(x.dtype)
+
+
+def adapted(sites: tuple[Site, ...]) -> list[int]:
+    """Return the indices of the sites that carry adapters."""
+    return [i for i, site in enumerate(sites) if site.a is not None]
+
+
+def stacked_a(sites, dtype):
+    """Return the A of all adapted sites side by side along the rank, cast for the product: [J, ΣR, D]."""
+    return jnp.concatenate([sites[i].a.astype(dtype) for i in adapted(sites)], axis=1)
+
+
+def stacked_scale(sites, dtype):
+    """Return the scale of every row of `stacked_a`: [J, ΣR]."""
+    rows = [
+        jnp.broadcast_to(sites[i].scale.astype(dtype)[:, None], sites[i].a.shape[:2]) for i in adapted(sites)
+    ]
+    return jnp.concatenate(rows, axis=1)
+
+
+def split_ranks(stacked, sites, axis):
+    """Split an array stacked along the ranks of the adapted sites into one per site (None where not adapted)."""
+    parts: list[jax.Array | None] = [None] * len(sites)
+    at = 0
+    for i in adapted(sites):
+        rank = sites[i].a.shape[1]
+        parts[i] = jax.lax.slice_in_dim(stacked, at, at + rank, axis=axis)
+        at += rank
+    return tuple(parts)
+
+
+def job_product(x, y, dims: str, out_dtype):
+    """Multiply per job with float32 accumulation: "tk,nk", "tk,kn" or "tk,tn"; either may have a job axis of 1."""
+    left, right = dims.split(",")
+    out = "".join(c for c in left + right if (left + right).count(c) == 1)
+    jl, jr = x.shape[0], y.shape[0]
+    if jl == jr:
+        return jnp.einsum(f"j{left},j{right}->j{out}", x, y, preferred_element_type=out_dtype)
+    if jl == 1:
+        return jnp.einsum(f"{left},j{right}->j{out}", x[0], y, preferred_element_type=out_dtype)
+    return jnp.einsum(f"j{left},{right}->j{out}", x, y[0], preferred_element_type=out_dtype)
+
+
+def forward(x, mask, sites: tuple[Site, ...]):
+    """Compute y = x·W + bias + scale·((x·mask)·Aᵀ)·Bᵀ for all sites that read x.
+
+    Args:
+      x: [Jx, T, D], Jx is J or 1. mask: [Jm, T, D] or None. sites: adapters of J jobs.
+
+    Returns:
+      (ys, us): y per site [J, T, F] (Jx in place of J without adapter), and per site the scaled shrink
+      scale·(x·mask)·Aᵀ in x's dtype [J, T, R], which the backward pass needs.
+    """
+    acc = accumulator(x.dtype)
+    us: tuple[jax.Array | None, ...] = (None,) * len(sites)
+    if adapted(sites):
+        u = job_product(masked(x, mask), stacked_a(sites, x.dtype), "tk,nk", acc)
+        u = (u * stacked_scale(sites, acc)[:, None, :]).astype(x.dtype)
+        us = split_ranks(u, sites, axis=2)
+    ys = []
+    for site, u in zip(sites, us, strict=True):
+        terms = []
+        if site.w is not None:
+            # one product over the tokens of all jobs
+            base = x.reshape(-1, x.shape[-1]) @ site.w.astype(x.dtype)
+            terms.append(base.reshape(*x.shape[:2], -1).astype(acc))
+        if u is not None:
+            terms.append(job_product(u, site.b.astype(x.dtype), "tk,nk", x.dtype).astype(acc))
+        if site.bias is not None:
+            terms.append(site.bias.astype(acc))
+        ys.append(sum(terms[1:], terms[0]).astype(x.dtype))
+    return tuple(ys), us
+
+
+def backward(x, mask, sites: tuple[Site, ...], us, dys):
+    """Compute the gradients of `forward` with respect to x and the adapters; W has none by design.
+
+    Args:
+      x, mask, sites: as for `forward`. us: its second result. dys: cotangents [J, T, F], one a site.
+
+    Returns:
+      (dx, das, dbs): dx [J, T, D] in x's dtype (one per job also when x was shared), dA [J, R, D] and
+      dB [J, F, R] per site in float32 (float64 for float64), None where a site has no adapter.
+    """
+    dtype, acc = x.dtype, accumulator(x.dtype)
+    terms = []
+    for site, dy in zip(sites, dys, strict=True):
+        if site.w is not None:
+            base = jnp.einsum("tf,df->td", dy.reshape(-1, dy.shape[-1]), site.w.astype(dtype))
+            terms.append(base.reshape(*dy.shape[:2], -1).astype(acc))
+    das: tuple[jax.Array | None, ...] = (None,) * len(sites)
+    dbs = list(das)
+    if adapted(sites):
+        du = jnp.concatenate(
+            [job_product(dys[i], sites[i].b.astype(dtype), "tk,kn", acc) for i in adapted(sites)], axis=2
+        )
+        du = (du * stacked_scale(sites, acc)[:, None, :]).astype(dtype)
+        back = job_product(du, stacked_a(sites, dtype), "tk,kn", dtype).astype(acc)
+        terms.append(back if mask is None else back * mask.astype(acc))
+        das = split_ranks(job_product(du, masked(x, mask), "tk,tn", acc), sites, axis=1)
+        for i in adapted(sites):
+            dbs[i] = job_product(dys[i], us[i], "tk,tn", acc)
+    dx = sum(terms[1:], terms[0]).astype(dtype)
+    return dx, das, tuple(dbs)
