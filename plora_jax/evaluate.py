@@ -1,0 +1,181 @@
+"""Score adapters on held-out rows, all adapters of a pack at once, and the base model by the same code."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int32
+
+from plora_jax.adapters import Stack
+from plora_jax.data.choices import Choices
+from plora_jax.data.encode import Examples
+from plora_jax.models.decoder import LoRA, Runtime
+from plora_jax.models.load import Base
+from plora_jax.step import token_losses
+
+HIGHER_IS_BETTER = {"loss": False, "choice_accuracy": True}
+
+
+@dataclass(frozen=True)
+class Score:
+    """Hold one model's result: `score` is the metric's value, `loss` the mean over trained tokens."""
+
+    score: float
+    loss: float
+    rows: int
+    tokens: int
+
+
+@dataclass
+class Requests:
+    """Collect (sequence, position, target) triples whose log-probabilities are wanted.
+
+    A sequence that begins another one is not run by itself: the model is causal, so its positions are read off the
+    longer one. Prompt, options and the completion of a row therefore usually cost one row of compute.
+    """
+
+    sequences: list[np.ndarray] = field(default_factory=list)
+    positions: list[np.ndarray] = field(default_factory=list)
+    targets: list[np.ndarray] = field(default_factory=list)
+    size: int = 0
+
+    def add(self, sequence: np.ndarray, positions: np.ndarray, targets: np.ndarray) -> slice:
+        """Ask for the log-probability of `targets` after `positions` of `sequence`; return where results will stand."""
+        self.sequences.append(np.asarray(sequence[: int(positions.max(initial=-1)) + 1], np.int32))
+        self.positions.append(np.asarray(positions, np.int32))
+        self.targets.append(np.asarray(targets, np.int32))
+        start, self.size = self.size, self.size + len(targets)
+        return slice(start, self.size)
+
+    def carriers(self) -> list[list[int]]:
+        """Group requests by the sequence that carries them: the first of each group begins with all the others."""
+        order = sorted(range(len(self.sequences)), key=lambda i: self.sequences[i].tolist(), reverse=True)
+        groups: list[list[int]] = []
+        for i in order:
+            carrier = self.sequences[groups[-1][0]] if groups else None
+            mine = self.sequences[i]
+            if carrier is not None and np.array_equal(carrier[: len(mine)], mine):
+                groups[-1].append(i)
+            else:
+                groups.append([i])
+        return sorted(groups, key=lambda group: len(self.sequences[group[0]]))
+
+
+EvalStep = Callable[[Stack, dict[str, Array], nnx.State, Array, Array, Array, Array, Array], Array]
+
+
+def make_eval_step(base: Base, runtime: Runtime | None = None, loss_chunk: int = 1024) -> EvalStep:
+    """Return the jitted step that gives -log p of every target [J, B, P], all J adapters on the same tokens."""
+    runtime = runtime or Runtime()
+
+    def one(weights: Stack, scales: dict[str, Array], params: nnx.State, *batch: Array) -> Array:
+        tokens, positions, rows, trained, targets = batch
+        model = nnx.merge(base.graphdef, params)
+        sites = {name: LoRA(w.a, w.b, scales[name]) for name, w in weights.items()}
+        hidden = model.hidden(tokens, positions, rows, sites, None, runtime=runtime)
+        return token_losses(model, hidden, trained, targets, loss_chunk)
+
+    return jax.jit(jax.vmap(one, in_axes=(1, 1, None, None, None, None, None, None)))
+
+
+def log_probabilities(
+    step: EvalStep,
+    base: Base,
+    weights: Stack,
+    scales: dict[str, Array],
+    requests: Requests,
+    buckets: Sequence[int],
+    *,
+    jobs: int,
+    budget: int = 8192,
+    progress: Callable[[float], None] = lambda share: None,
+) -> Float[np.ndarray, "J N"]:
+    """Return the log-probability of every request for each of `jobs` adapters, in float64.
+
+    `buckets` are the sequence lengths that may be compiled; at most `budget` tokens (over all adapters) run at once.
+    """
+    out = np.zeros((jobs, requests.size))
+    starts = np.cumsum([0] + [len(t) for t in requests.targets])
+    groups = requests.carriers()
+    done = 0
+    for length in sorted(buckets):
+        lower = max((b for b in buckets if b < length), default=0)
+        fits = [g for g in groups if lower < len(requests.sequences[g[0]]) <= length]
+        if not fits:
+            continue
+        batches = -(-len(fits) // max(1, budget // (length * jobs)))
+        size = -(-len(fits) // batches)
+        width = max(sum(len(requests.targets[i]) for i in group) for group in fits)
+        for start in range(0, len(fits), size):
+            arrays, ids = _batch(requests, fits[start : start + size], starts, size, length, width)
+            losses = np.asarray(step(weights, scales, base.params, *arrays), np.float64)
+            out[:, ids[ids >= 0]] = -losses[:, ids >= 0]
+            done += min(size, len(fits) - start)
+            progress(done / len(groups))
+    return out
+
+
+def _batch(
+    requests: Requests, groups: Sequence[Sequence[int]], starts: np.ndarray, size: int, length: int, width: int
+) -> tuple[tuple[Int32[np.ndarray, "..."], ...], Int32[np.ndarray, "B P"]]:
+    tokens, rows = np.zeros((size, length), np.int32), np.full((size, length), -1, np.int32)
+    trained, targets = np.zeros((size, width), np.int32), np.full((size, width), -1, np.int32)
+    ids = np.full((size, width), -1, np.int64)
+    for row, group in enumerate(groups):
+        sequence = requests.sequences[group[0]]
+        tokens[row, : len(sequence)], rows[row, : len(sequence)] = sequence, row
+        at = 0
+        for i in group:
+            n = len(requests.targets[i])
+            trained[row, at : at + n], targets[row, at : at + n] = requests.positions[i], requests.targets[i]
+            ids[row, at : at + n] = np.arange(starts[i], starts[i] + n)
+            at += n
+    positions = np.broadcast_to(np.arange(length, dtype=np.int32), (size, length))
+    return (tokens, positions, rows, trained, targets), ids
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """Hold a held-out part, ready to be scored: which requests make up the loss, and which each option."""
+
+    metric: str
+    requests: Requests
+    loss: list[slice]
+    options: list[list[slice]]  # by row, then option; empty when the metric is the loss
+    answers: Int32[np.ndarray, " rows"]
+
+    @property
+    def rows(self) -> int:
+        """Count the rows that are scored."""
+        return len(self.options) or len(self.loss)
+
+
+def make_eval_set(examples: Examples, choices: Choices | None) -> EvalSet:
+    """Lay out the requests of a held-out part; with `choices` the metric is choice_accuracy, else the loss."""
+    requests = Requests()
+    loss = []
+    for tokens, trained in zip(examples.tokens, examples.trained, strict=True):
+        at = np.flatnonzero(trained[1:])
+        loss.append(requests.add(tokens, at, tokens[at + 1]))
+    options: list[list[slice]] = []
+    if choices is not None:
+        options = [[requests.add(*option) for option in row] for row in choices.options]
+    answers = np.asarray([] if choices is None else choices.answers, np.int32)
+    return EvalSet("loss" if choices is None else "choice_accuracy", requests, loss, options, answers)
+
+
+def score(evals: EvalSet, log_p: Float[np.ndarray, " N"]) -> Score:
+    """Turn one model's log-probabilities into its score: mean over trained tokens, and options by their mean."""
+    picked = np.concatenate([log_p[where] for where in evals.loss]) if evals.loss else np.zeros(0)
+    loss = float(-picked.mean()) if picked.size else float("nan")
+    value = loss
+    if evals.metric == "choice_accuracy":
+        best = [int(np.argmax([log_p[option].mean() for option in row])) for row in evals.options]
+        value = float(np.mean(np.asarray(best) == evals.answers))
+    return Score(score=value, loss=loss, rows=evals.rows, tokens=int(picked.size))
+
+

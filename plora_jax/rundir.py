@@ -1,0 +1,113 @@
+"""The run directory: who may write it, and how its files appear whole or not at all."""
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from plora_jax.errors import UserError
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write a text file by atomic rename, flushed to disk, so that a reader never sees half of it."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as indented JSON by atomic rename; NaN and infinities become null."""
+    write_atomic(path, json.dumps(_finite(value), indent=1, ensure_ascii=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+class JsonLines:
+    """Append JSON objects to a file, one whole line a write; a torn last line of an earlier run is cut off first."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            data = path.read_bytes()
+            whole = data.rfind(b"\n") + 1
+            if whole < len(data):
+                os.truncate(path, whole)
+        self._file: IO[bytes] = open(path, "ab", buffering=0)  # noqa: SIM115  closed by close()
+
+    def append(self, value: dict[str, Any]) -> None:
+        """Append one object as one line, in a single write."""
+        self._file.write(json.dumps(_finite(value), ensure_ascii=False).encode() + b"\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class RunDirectory:
+    """Name the files of a run, and write its events."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.jobs = path / "jobs"
+        self._events = JsonLines(path / "events.jsonl")
+
+    def job(self, job_id: str) -> Path:
+        """Return the directory of a job, made if absent."""
+        directory = self.jobs / job_id
+        directory.mkdir(parents=True, exist_ok=True)
+        return directory
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Append a machine-readable line to events.jsonl: when (seconds since the epoch), what, and its fields."""
+        self._events.append({"time": round(time.time(), 3), "event": kind, **fields})
+
+    def read_json(self, name: str) -> Any:
+        """Return the value of a JSON file of the run, None where there is none."""
+        path = self.path / name
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def check_unused(out: Path, resume: bool) -> None:
+    """Raise `UserError` if `out` cannot become a run directory: it holds files, or is one, or cannot be made."""
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out}: this is a file; name a directory that does not exist yet")
+    if out.is_dir() and any(out.iterdir()) and not resume:
+        raise UserError(
+            f"--out {out}: the directory is already used; name another one, or continue its run with --resume"
+        )
+
+
+@contextmanager
+def open_run(out: Path, resume: bool) -> Iterator[RunDirectory]:
+    """Make or reopen a run directory and hold its lock until the block ends.
+
+    Raises `UserError` when it is used and `resume` is not asked for, when another process holds it, or when it
+    cannot be written.
+    """
+    check_unused(out, resume)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = open(out / ".lock", "w")  # noqa: SIM115  held for the block
+    except OSError as err:
+        raise UserError(f"--out {out}: cannot write here: {err.strerror}") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"--out {out}: another process is running this sweep") from None
+        yield RunDirectory(out)

@@ -1,0 +1,49 @@
+# Sourced by the other scripts: finds Python >= 3.12, makes .venv and installs the locked packages into it.
+# usage: . scripts/setup.sh [EXTRA]     afterwards $PYTHON is the environment's interpreter
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+extra="${1:-}"
+venv="${PLORA_VENV:-$PWD/.venv}"
+PYTHON="$venv/bin/python"
+
+say() { printf '\033[1m[plora]\033[0m %s\n' "$*"; }
+
+new_enough() { "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1; }
+
+# An interpreter that is on PATH may be a shim that does not start, so each candidate is run before it is taken.
+find_python() {
+    local candidate
+    for candidate in "${PLORA_PYTHON:-}" python3.12 python3.13 python3.14 python3 python \
+        "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[2-9]*/bin/python /opt/python*/bin/python3 /usr/local/bin/python3.1[2-9]; do
+        if [ -n "$candidate" ] && command -v "$candidate" >/dev/null 2>&1 && new_enough "$candidate"; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    return 1
+}
+
+if ! { [ -x "$PYTHON" ] && new_enough "$PYTHON"; }; then
+    if found=$(find_python); then
+        say "making $venv with $found ($("$found" -V))"
+        "$found" -m venv --clear "$venv"
+    elif command -v uv >/dev/null 2>&1 && uv venv --quiet --clear --seed --python '>=3.12' "$venv"; then
+        say "making $venv with $("$PYTHON" -V) through uv"
+    else
+        echo "plora_jax needs Python 3.12 or newer (with its venv module), and none was found on PATH, among pyenv's versions or through uv." >&2
+        echo "Install one, for instance with 'apt install python3.12-venv', 'pyenv install 3.12' or 'pip install uv', or name it in PLORA_PYTHON, then run this again." >&2
+        exit 1
+    fi
+fi
+
+# The stamp names what is installed, so that a second run starts at once and a changed lock installs again.
+wanted="$(cat pyproject.toml scripts/constraints.txt | cksum) $extra"
+stamp="$venv/.plora-installed"
+if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+    say "installing the packages locked in scripts/constraints.txt${extra:+, with the extra '$extra'}"
+    "$PYTHON" -m pip install --quiet --disable-pip-version-check -c scripts/constraints.txt uv
+    "$PYTHON" -m uv pip install --quiet --python "$PYTHON" -c scripts/constraints.txt -e ".${extra:+[$extra]}"
+    printf '%s' "$wanted" >"$stamp"
+else
+    say "using $venv as it is"
+fi

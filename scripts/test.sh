@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Set up the environment with the development tools, then check format, lint and types and run the tests.
+# usage: scripts/test.sh [options of pytest]      tests that need a GPU or many minutes are left out
+. "$(dirname "$0")/setup.sh" dev
+say "format and lint"
+"$PYTHON" -m ruff format --check --quiet .
+"$PYTHON" -m ruff check --quiet .
+say "types"
+"$PYTHON" -m mypy --no-error-summary
+say "tests"
+exec "$PYTHON" -m pytest -m "not gpu and not long" "$@"
