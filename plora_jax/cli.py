@@ -1,0 +1,240 @@
+"""The command `plora`. Nothing heavy is imported until the command that needs it runs.
+
+Exit codes: 0 done, 1 some jobs failed, 2 the input is wrong (one message, nothing written),
+130 and 143 interrupted by Ctrl-C or SIGTERM, and resumable.
+"""
+
+import argparse
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from plora_jax.errors import UserError
+
+
+class _Terminated(BaseException):
+    """SIGTERM arrived: unwind as for Ctrl-C, so that files are closed and locks let go."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong in one line, with the way to the help, and exit with code 2."""
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        with _sigterm():
+            return int(args.run(args))
+    except UserError as error:
+        return _say(args, str(error), 2)
+    except KeyboardInterrupt:
+        return _say(args, f"interrupted{args.after}", 130)
+    except _Terminated:
+        return _say(args, f"terminated{args.after}", 143)
+    except BrokenPipeError:  # the reader of our output went away: `plora plan … | head`
+        sys.stderr.close()
+        return 0
+    except ValueError as error:
+        from planner import PlanError
+
+        if isinstance(error, PlanError):
+            return _say(args, str(error), 2)
+        raise
+
+
+def _say(args: argparse.Namespace, message: str, code: int) -> int:
+    sys.stdout.flush()
+    print(f"plora {args.command}: {message}", file=sys.stderr)
+    return code
+
+
+@contextlib.contextmanager
+def _sigterm() -> Iterator[None]:
+    def handler(*_: Any) -> None:
+        raise _Terminated
+
+    try:
+        before = signal.signal(signal.SIGTERM, handler)
+    except ValueError:  # not the main thread: signals are the caller's
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="plora", description="Train many LoRA configurations at once on one frozen base model."
+    )
+    parser.add_argument("--version", action="version", version=f"plora_jax {_version()}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, run: Any, doc: str, after: str = "") -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=doc, description=doc)
+        sub.set_defaults(run=run, after=after)
+        return sub
+
+    sub = command(
+        "quickstart",
+        _quickstart,
+        "Run a complete sweep on a small real model, on the CPU.",
+        "; run it again to go on",
+    )
+    sub.add_argument("--out", type=Path, help="run directory (default: runs/quickstart)")
+    sub.add_argument("--resume", action="store_true", help="go on with the run in --out")
+
+    sub = command(
+        "plan",
+        _plan,
+        "Plan a sweep: which jobs share a device, when, and in how much memory. Needs no accelerator.",
+    )
+    sub.add_argument("sweep", type=Path, metavar="SWEEP.yaml")
+    sub.add_argument(
+        "--devices", help="such as 8xA100-40GB, or cpu (default: the sweep's, else this machine)"
+    )
+    sub.add_argument("--json", type=Path, metavar="FILE", help="write the plan as JSON")
+    sub.add_argument("--explain", action="store_true", help="say what limits each pack, and why these slots")
+    sub.add_argument("--cost-model", type=Path, metavar="FILE", help="measured times and memory to plan with")
+    sub.add_argument("--rows", type=int, metavar="N", help="training rows, when the data is not at hand")
+
+    sub = command(
+        "sweep",
+        _sweep,
+        "Plan, train, evaluate, rank and export every job of a sweep.",
+        "; add --resume to go on",
+    )
+    sub.add_argument("sweep", type=Path, metavar="SWEEP.yaml")
+    sub.add_argument(
+        "--out", type=Path, metavar="DIR", help="run directory (default: runs/NAME of NAME.yaml)"
+    )
+    sub.add_argument(
+        "--resume", action="store_true", help="go on with the run in --out; starts it when absent"
+    )
+    sub.add_argument("--dry-run", action="store_true", help="check everything, show the plan, and stop")
+
+    sub = command("eval", _eval, "Score a model, and adapters on it, on held-out rows.")
+    sub.add_argument("--model", required=True, help="hub id, local directory, or .gguf file")
+    sub.add_argument(
+        "--adapter",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="PEFT adapter; may be repeated",
+    )
+    sub.add_argument("--data", required=True, metavar="FILE", help="rows to score on")
+    sub.add_argument("--metric", default="loss", help="loss or choice_accuracy (default: loss)")
+    sub.add_argument(
+        "--max-length", type=int, default=1024, metavar="N", help="longest row in tokens (default: 1024)"
+    )
+    sub.add_argument(
+        "--json", type=Path, metavar="FILE", help="write one row for the base and one for each adapter"
+    )
+
+    sub = command("merge", _merge, "Merge an adapter into its base model and write a Hugging Face model.")
+    sub.add_argument("adapter", type=Path, metavar="ADAPTER", help="PEFT adapter directory")
+    sub.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="new directory for the merged model"
+    )
+    sub.add_argument("--model", help="base model (default: the one named by the adapter)")
+
+    sub = command("doctor", _doctor, "Show what was found on this machine and what is missing.")
+    sub.add_argument("--model", help="also describe this model: what would be trained, what is unsupported")
+    return parser
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("plora-jax")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def _quickstart(args: argparse.Namespace) -> int:
+    from plora_jax import quickstart
+
+    return quickstart.main(args)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from plora_jax.config import load_sweep
+    from plora_jax.planning import plan_command
+
+    return plan_command(load_sweep(args.sweep), args)
+
+
+def _sweep(args: argparse.Namespace) -> int:
+    from plora_jax.config import load_sweep, unsupported
+    from plora_jax.search import find_jobs
+
+    sweep = load_sweep(args.sweep)
+    found = find_jobs(sweep)
+    if missing := unsupported(sweep):
+        raise UserError(f"{args.sweep}: " + "; ".join(missing))
+    out = args.out or Path("runs") / args.sweep.stem
+    check_out(out, args.resume)
+    for note in found.notes:
+        print(f"note: {note}")
+    from plora_jax.engine import run_sweep
+
+    return run_sweep(sweep, found.jobs, out, resume=args.resume, dry_run=args.dry_run)
+
+
+def _eval(args: argparse.Namespace) -> int:
+    for adapter in args.adapter:
+        if not (adapter / "adapter_config.json").is_file():
+            raise UserError(
+                f"--adapter {adapter}: no adapter_config.json there; give a PEFT adapter directory"
+            )
+    if args.json and not args.json.parent.is_dir():
+        raise UserError(f"--json {args.json}: the directory {args.json.parent} does not exist")
+    from plora_jax.evaluate import eval_command
+
+    return eval_command(
+        args.model, args.adapter, args.data, args.metric, args.json, max_length=args.max_length
+    )
+
+
+def _merge(args: argparse.Namespace) -> int:
+    check_out(args.out, resume=False)
+    from plora_jax.merge import merge_command
+
+    return merge_command(args.adapter, args.out, args.model)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from plora_jax.doctor import doctor
+
+    return doctor(args.model)
+
+
+def check_out(out: Path, resume: bool) -> None:
+    """Refuse a run directory that is in use, unless its run is resumed.
+
+    Raises:
+      UserError: the path is a file, or a directory that is not empty, or cannot be read.
+    """
+    try:
+        if out.exists() and not out.is_dir():
+            raise UserError(f"--out {out}: is a file; give a new directory")
+        used = out.is_dir() and any(out.iterdir())
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be used ({error.strerror})") from None
+    if used and not resume:
+        raise UserError(
+            f"--out {out}: is not empty; give a new directory, or --resume to go on with the run in it"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
