@@ -1,0 +1,127 @@
+"""The leaderboard: every job's result, best first, as JSON, as CSV and on the screen."""
+
+import csv
+import io
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from plora_jax.evaluate import HIGHER_IS_BETTER, Score
+from plora_jax.jobs import Job
+from plora_jax.rundir import RunDirectory, write_atomic, write_json
+
+
+@dataclass(frozen=True)
+class Result:
+    """Hold how one job ended; `score` is None for a job that failed."""
+
+    job: Job
+    status: str  # completed | stopped | failed
+    score: Score | None
+    steps: int
+    tokens: int
+    reason: str = ""
+    adapter: str = ""
+
+    def row(self) -> dict[str, Any]:
+        """Return the job's line of the leaderboard."""
+        return {
+            "job_id": self.job.job_id,
+            "status": self.status,
+            "score": self.score.score if self.score else None,
+            "loss": self.score.loss if self.score else None,
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "reason": self.reason,
+            "adapter": self.adapter,
+            **self.job.to_dict(),
+        }
+
+
+def rank(results: list[Result], metric: str) -> list[dict[str, Any]]:
+    """Return the rows best first: by the mean score of a configuration over its seeds, then by score, then by loss.
+
+    Jobs that differ in `seed` alone are one configuration. Failed jobs, and scores that are no numbers, come last.
+    """
+    sign = -1.0 if HIGHER_IS_BETTER[metric] else 1.0
+    rows = [result.row() for result in results]
+
+    def configuration(row: dict[str, Any]) -> str:
+        return repr({key: value for key, value in row.items() if key in _CONFIGURATION})
+
+    groups: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        groups[configuration(row)].append(math.inf if _missing(row["score"]) else sign * row["score"])
+    for row in rows:
+        scores = groups[configuration(row)]
+        row["seeds"] = len(scores)
+        row["mean_score"] = None if math.inf in scores else sign * sum(scores) / len(scores)
+
+    def key(row: dict[str, Any]) -> tuple[Any, ...]:
+        last = math.inf
+        mean = last if _missing(row["mean_score"]) else sign * row["mean_score"]
+        own = last if _missing(row["score"]) else sign * row["score"]
+        return (row["status"] == "failed", mean, own, last if _missing(row["loss"]) else row["loss"], row["job_id"])
+
+    return sorted(rows, key=key)
+
+
+_CONFIGURATION = set(Job.__dataclass_fields__) - {"seed"}
+
+
+def _missing(value: float | None) -> bool:
+    return value is None or math.isnan(value)
+
+
+def write_leaderboard(
+    run: RunDirectory, metric: str, base: Score, rows: list[dict[str, Any]], test: dict[str, Any] | None
+) -> None:
+    """Write leaderboard.json and leaderboard.csv; `test` holds the scores of base and best on the test part."""
+    write_json(
+        run.path / "leaderboard.json",
+        {
+            "metric": metric,
+            "higher_is_better": HIGHER_IS_BETTER[metric],
+            "base": {"score": base.score, "loss": base.loss, "rows": base.rows},
+            "test": test,
+            "jobs": rows,
+        },
+    )
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomic(run.path / "leaderboard.csv", text.getvalue())
+
+
+def print_leaderboard(
+    console: Console, metric: str, base: Score, rows: list[dict[str, Any]], test: dict[str, Any] | None
+) -> None:
+    """Print the leaderboard: the base model, then the jobs best first with the fields in which they differ."""
+    differing = [name for name in Job.__dataclass_fields__ if len({repr(row[name]) for row in rows}) > 1]
+    table = Table(title=f"leaderboard: {metric} on {base.rows} held-out rows", title_justify="left")
+    for name in ("", "job", "score", "loss", *differing, "steps", "status"):
+        table.add_column(name, justify="left" if name in ("job", "status") else "right")
+    table.add_row("", "base model", f"{base.score:.3f}", f"{base.loss:.3f}", *[""] * len(differing), "", "")
+    for place, row in enumerate(rows, 1):
+        numbers = ["–" if _missing(row[name]) else f"{row[name]:.3f}" for name in ("score", "loss")]
+        fields = [f"{row[n]:g}" if isinstance(row[n], float) else str(row[n]) for n in differing]
+        status = row["status"] + (f": {row['reason']}" if row["reason"] else "")
+        table.add_row(str(place), row["job_id"], *numbers, *fields, str(row["steps"]), status)
+    console.print(table)
+    best = rows[0]
+    if best["status"] == "failed":
+        console.print("no job was completed")
+        return
+    if test:
+        console.print(
+            f"on {test['rows']} test rows, seen by no choice: base {test['base']['score']:.3f}, "
+            f"{best['job_id']} {test['best']['score']:.3f}"
+        )
+    else:
+        console.print("without a test part the winner's score is optimistic: it was chosen on these rows")
+    console.print(f"best adapter: [bold]{best['adapter']}[/bold]", soft_wrap=True)
