@@ -88,8 +88,9 @@ def _parser() -> argparse.ArgumentParser:
         "Run a complete sweep on a small real model, on the CPU.",
         "; run it again to go on",
     )
-    sub.add_argument("--out", type=Path, help="run directory (default: runs/quickstart)")
-    sub.add_argument("--resume", action="store_true", help="go on with the run in --out")
+    sub.add_argument(
+        "--out", type=Path, metavar="DIR", help="run directory (default: the next free runs/quickstart-N)"
+    )
 
     sub = command(
         "plan",
@@ -161,9 +162,11 @@ def _version() -> str:
 
 
 def _quickstart(args: argparse.Namespace) -> int:
-    from plora_jax import quickstart
+    if args.out:
+        check_out(args.out, resume=False)
+    from plora_jax.quickstart import main as quickstart
 
-    return quickstart.main(args)
+    return quickstart(args.out)
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -175,19 +178,20 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _sweep(args: argparse.Namespace) -> int:
     from plora_jax.config import load_sweep, unsupported
-    from plora_jax.search import find_jobs
+    from plora_jax.search import search_jobs
 
     sweep = load_sweep(args.sweep)
-    found = find_jobs(sweep)
+    notes: list[str] = []
+    jobs = search_jobs(sweep, notes.append)
     if missing := unsupported(sweep):
         raise UserError(f"{args.sweep}: " + "; ".join(missing))
     out = args.out or Path("runs") / args.sweep.stem
     check_out(out, args.resume)
-    for note in found.notes:
+    for note in notes:
         print(f"note: {note}")
     from plora_jax.engine import run_sweep
 
-    return run_sweep(sweep, found.jobs, out, resume=args.resume, dry_run=args.dry_run)
+    return run_sweep(sweep, jobs, out, resume=args.resume, dry_run=args.dry_run)
 
 
 def _eval(args: argparse.Namespace) -> int:

@@ -3,52 +3,43 @@
 import itertools
 import math
 import random
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-from plora_jax.config import RATIO, Axis, Range, Sweep, job_field
+from plora_jax.config import Sweep
 from plora_jax.errors import UserError
 from plora_jax.jobs import JOB_FIELDS, Job
-from plora_jax.schema import Faults, unknown
+from plora_jax.schema import unknown
+from plora_jax.space import RATIO, Axis, job_field
+from plora_jax.yamlfile import Faults
 
 MAX_JOBS = 100_000
 
 
-class Found(NamedTuple):
-    """Hold the jobs of a sweep, in a fixed order without duplicates, and what the reader should know."""
+def search_jobs(sweep: Sweep, note: Callable[[str], None] = lambda text: None) -> list[Job]:
+    """List the jobs of a sweep in a fixed order: every configuration, repeated with each of train.seeds.
 
-    jobs: list[Job]
-    notes: list[str]
-
-
-def find_jobs(sweep: Sweep) -> Found:
-    """List the jobs of a sweep: every configuration, repeated with each of train.seeds.
+    Configurations given twice are listed once; `note` is told so, and when a sample finds too few.
 
     Raises:
-      UserError: the grid has more than 100,000 jobs.
+      UserError: the grid has more than 100,000 configurations.
     """
-    search, fixed, notes = sweep.search, dict(sweep.train.fixed), []
+    search, fixed, seeds = sweep.search, dict(sweep.train.fixed), sweep.train.seeds
     axes = list(search.axes)
     if search.jobs is not None:
-        points: Iterable[dict[str, Any]] = (dict(job) for job in search.jobs)
+        points: list[dict[str, Any]] = [dict(job) for job in search.jobs]
     elif search.sample is not None:
-        points = _sample(axes, search.sample, search.seed, fixed)
+        points = list(_sample(axes, search.sample, search.seed, fixed))
+        if len(points) < search.sample:
+            note(f"search.sample asks for {search.sample} configurations and only {len(points)} differ")
     else:
-        points = _grid(axes)
-    seeds = sweep.train.seeds
-    wanted = 0
-    jobs: dict[Job, None] = {}
-    for point in points:
-        for seed in seeds or (None,):
-            wanted += 1
-            jobs.setdefault(make_job(_over(fixed, point) | ({} if seed is None else {"seed": seed})))
-    if search.sample is not None and wanted < search.sample * max(1, len(seeds)):
-        notes.append(
-            f"search.sample asks for {search.sample} configurations and only {wanted // max(1, len(seeds))} differ"
-        )
-    if len(jobs) < wanted:
-        notes.append(f"{wanted - len(jobs)} of {wanted} configurations were given twice and are trained once")
-    return Found(list(jobs), notes)
+        points = list(_grid(axes))
+    repeats: list[dict[str, Any]] = [{"seed": seed} for seed in seeds] or [{}]
+    jobs = dict.fromkeys(make_job(_over(fixed, point) | seed) for point in points for seed in repeats)
+    twice = len(points) * len(repeats) - len(jobs)
+    if twice:
+        note(f"{twice} of {len(points) * len(repeats)} jobs are given twice and trained once")
+    return list(jobs)
 
 
 def grid(**axes: Any) -> list[Job]:
@@ -95,7 +86,7 @@ def _over(fixed: dict[str, Any], point: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in fixed.items() if drop.get(k) not in point} | point
 
 
-def _grid(axes: list[tuple[str, Axis]]) -> Iterator[dict[str, Any]]:
+def _grid(axes: Sequence[tuple[str, Axis]]) -> Iterator[dict[str, Any]]:
     spans = [axis for _, axis in axes if isinstance(axis, tuple)]
     count = math.prod(len(span) for span in spans)
     if count > MAX_JOBS:
@@ -107,14 +98,13 @@ def _grid(axes: list[tuple[str, Axis]]) -> Iterator[dict[str, Any]]:
 
 
 def _sample(
-    axes: list[tuple[str, Axis]], count: int, seed: int, fixed: dict[str, Any]
+    axes: Sequence[tuple[str, Axis]], count: int, seed: int, fixed: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Draw different points. Each axis has its own stream, so adding one leaves the draws of the others."""
-    streams = [random.Random(f"{seed}/{name}") for name, _ in axes]
+    """Draw points that make different jobs, as many as asked for or as there are."""
+    if math.prod(len(axis) if isinstance(axis, tuple) else MAX_JOBS for _, axis in axes) < MAX_JOBS:
+        count = min(count, len({make_job(_over(fixed, point)) for point in _grid(axes)}))
+    streams = [random.Random(f"{seed}/{name}") for name, _ in axes]  # one an axis: adding one moves no other
     seen: set[Job] = set()
-    if all(isinstance(axis, tuple) for _, axis in axes):
-        size = len({make_job(_over(fixed, p)) for p in _grid(axes)}) if _size(axes) <= MAX_JOBS else count
-        count = min(count, size)
     for _ in range(100 * count + 1000):
         if len(seen) == count:
             return
@@ -123,10 +113,6 @@ def _sample(
         if job not in seen:
             seen.add(job)
             yield point
-
-
-def _size(axes: list[tuple[str, Axis]]) -> int:
-    return math.prod(len(axis) for _, axis in axes if isinstance(axis, tuple))
 
 
 def _draw(name: str, axis: Axis, stream: random.Random) -> Any:

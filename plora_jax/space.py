@@ -1,0 +1,264 @@
+"""The search space of a sweep: axes, samples, literal lists, and what all jobs share, read and checked."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, cast
+
+from plora_jax.jobs import JOB_FIELDS
+from plora_jax.schema import allowed, convert, section, unknown
+from plora_jax.yamlfile import Faults, Place, shown
+
+
+def setting(default: Any, doc: str, **meta: Any) -> Any:
+    """Make a dataclass field that carries its own documentation and limits, as Job's fields do."""
+    return field(default=default, metadata={"doc": doc, **meta})
+
+
+RATIO = "alpha_ratio"
+RATIO_META = {"doc": "alpha = alpha_ratio × rank", "low": 0.0, "open_low": True}
+FRESH = (
+    "rank",
+    "alpha",
+    RATIO,
+    "use_rslora",
+    "rank_pattern",
+    "alpha_pattern",
+)  # an init_adapter brings its own
+# Pairs of which one overrules the other: giving both is a contradiction, not a preference.
+EXCLUDES = [("alpha", RATIO), ("max_steps", "epochs"), ("warmup_steps", "warmup_ratio"), ("seed", "seeds")]
+EXCLUDES += [("init_adapter", name) for name in FRESH]
+ONLY_WITH = {"momentum": "sgd", "beta1": "adamw", "beta2": "adamw", "eps": "adamw"}
+PATTERNS = ("rank_pattern", "alpha_pattern")
+SEARCHABLE = [name for name in JOB_FIELDS if name != "seed"] + [RATIO]  # search.seed is the sampler's
+BELONGS = {name: "search or train" for name in [*JOB_FIELDS, RATIO] if name not in ("train", "seed")} | {
+    "sample": "search",
+    "jobs": "search",
+    "seeds": "train",
+    "seed": "train or search",
+    "keep": "train",
+}
+
+
+@dataclass(frozen=True)
+class Range:
+    """Draw values between two ends, both included."""
+
+    kind: Literal["uniform", "log_uniform"]
+    low: float
+    high: float
+
+
+Axis = tuple[Any, ...] | Range
+
+
+@dataclass(frozen=True)
+class SearchConfig:
+    """Span the configurations: axes of job fields (a grid, or `sample` draws from it), or a literal list."""
+
+    axes: tuple[tuple[str, Axis], ...] = ()
+    sample: int | None = setting(
+        None, "how many configurations to draw; none: the whole grid", low=1, high=100_000
+    )
+    seed: int = setting(0, "draws the sample, nothing else", low=0, high=2**31 - 1)
+    jobs: tuple[tuple[tuple[str, Any], ...], ...] | None = None
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Hold what every job shares: `fixed` job fields, repeats over seeds, and which adapter is kept."""
+
+    fixed: tuple[tuple[str, Any], ...] = ()
+    seeds: tuple[int, ...] = setting(
+        (), "repeat every configuration with each seed; ranked by the mean", low=0, high=2**31 - 1
+    )
+    keep: Literal["best", "last"] = setting(
+        "best", "export the adapter of the best evaluation, or the last one"
+    )
+
+
+def job_field(name: str, value: Any) -> Any:
+    """Return a value of a job field or alpha_ratio in its own type; a ValueError says what is allowed."""
+    if name == RATIO:
+        return convert(value, float, RATIO_META)
+    out = convert(value, JOB_FIELDS[name].type, JOB_FIELDS[name].metadata)
+    if name == "targets":
+        names = [out] if isinstance(out, str) else list(out)
+        if not names or not all(names) or len(set(names)) < len(names):
+            raise ValueError(f"{shown(value)} must name modules, each once; expected {describe_field(name)}")
+        if "all-linear" in names:
+            if len(names) > 1:
+                raise ValueError("all-linear already means every linear module; give it alone")
+            return "all-linear"
+        return tuple(sorted(names))
+    return out
+
+
+def describe_field(name: str) -> str:
+    """Say in words what a job field accepts."""
+    if name == RATIO:
+        return allowed(float, RATIO_META)
+    return allowed(JOB_FIELDS[name].type, JOB_FIELDS[name].metadata)
+
+
+def _check_pairs(where: Place, given: set[str], faults: Faults) -> None:
+    for one, other in EXCLUDES:
+        if one in given and other in given:
+            faults.add((*where, one), f"contradicts {other}; keep one of them")
+
+
+def _job_fields(raw: dict[str, Any], where: Place, faults: Faults, extra: list[str]) -> dict[str, Any]:
+    """Check single values of job fields; keys in `extra` are the caller's."""
+    out = {}
+    for key, value in raw.items():
+        if key in extra:
+            continue
+        if key not in JOB_FIELDS and key != RATIO:
+            faults.add((*where, key), unknown(key, [*JOB_FIELDS, RATIO, *extra], BELONGS))
+            continue
+        try:
+            out[key] = job_field(key, value)
+        except ValueError as error:
+            hint = "; to try several values, list them under search" if isinstance(value, list) else ""
+            faults.add((*where, key), f"{error}{hint}")
+    return out
+
+
+def read_train(raw: Any, faults: Faults) -> TrainConfig:
+    """Check the section `train`: any job field, seeds, and keep."""
+    if raw is None:
+        return TrainConfig()
+    if not isinstance(raw, dict):
+        faults.add(
+            ("train",), f"{shown(raw)} is not a mapping; expected such as {{epochs: 1, scheduler: cosine}}"
+        )
+        return TrainConfig()
+    raw = dict(raw)
+    if raw.pop("train", None) is not None:
+        faults.add(("train", "train"), "the training rows of the sweep belong under data.train")
+    fixed = _job_fields(raw, ("train",), faults, ["seeds", "keep"])
+    own = {f.name: f for f in fields(TrainConfig) if f.metadata}
+    rest = section({k: v for k, v in raw.items() if k in own}, ("train",), own, faults, {})
+    if "seeds" in rest and (not rest["seeds"] or len(set(rest["seeds"])) < len(rest["seeds"])):
+        faults.add(("train", "seeds"), f"{shown(list(rest['seeds']))} must be different seeds, at least one")
+    _check_pairs(("train",), set(raw), faults)
+    return TrainConfig(tuple(fixed.items()), **rest)
+
+
+def _axis(name: str, raw: Any, where: Place, faults: Faults) -> Axis:
+    """Read one axis: a list of values, one value, or a range."""
+    if isinstance(raw, dict) and name not in PATTERNS:
+        try:
+            return _range(name, raw)
+        except ValueError as error:
+            faults.add(where, str(error))
+            return ()
+    values = raw if isinstance(raw, list) else [raw]
+    if not values:
+        faults.add(where, f"is an empty list; give at least one value: {describe_field(name)}")
+    out = []
+    for i, value in enumerate(values):
+        try:
+            out.append(job_field(name, value))
+        except ValueError as error:
+            faults.add((*where, i) if isinstance(raw, list) else where, str(error))
+    return tuple(out)
+
+
+def _range(name: str, raw: dict[str, Any]) -> Range:
+    if name != RATIO and JOB_FIELDS[name].type not in (int, float, int | None):
+        raise ValueError(f"a range needs a numeric field; list the values: {describe_field(name)}")
+    if len(raw) != 1 or next(iter(raw)) not in ("uniform", "log_uniform"):
+        raise ValueError(
+            f"{shown(raw)} is not a range; expected {{uniform: [low, high]}} or {{log_uniform: [low, high]}}"
+        )
+    [(kind, ends)] = raw.items()
+    if not isinstance(ends, list) or len(ends) != 2 or None in ends:
+        raise ValueError(f"{kind}: {shown(ends)} is not a range; expected [low, high]")
+    low, high = (job_field(name, end) for end in ends)
+    if not low < high or (kind == "log_uniform" and low <= 0):
+        raise ValueError(
+            f"{kind}: {shown(ends)} must rise{' and start above 0' if kind == 'log_uniform' else ''}"
+        )
+    return Range(cast(Literal["uniform", "log_uniform"], kind), low, high)
+
+
+def read_search(raw: dict[str, Any], train: TrainConfig, faults: Faults) -> SearchConfig:
+    """Check the section `search` of the whole file `raw`, and that it agrees with `train`."""
+    found = raw.get("search")
+    if found is not None and not isinstance(found, dict):
+        faults.add(
+            ("search",),
+            f"{shown(found)} is not a mapping; expected axes such as {{rank: [8, 16]}}, or jobs: [...]",
+        )
+    found = dict(found) if isinstance(found, dict) else {}
+    where: Place = ("search", "jobs")
+    if "jobs" in raw:
+        if "jobs" in found:
+            faults.add(("jobs",), "is given at the top and under search; keep one of them")
+        found["jobs"], where = raw["jobs"], ("jobs",)
+    own = {f.name: f for f in fields(SearchConfig) if f.metadata}
+    rest = section({k: v for k, v in found.items() if k in own}, ("search",), own, faults, {})
+    axes: list[tuple[str, Axis]] = []
+    for key, value in found.items():
+        if key in SEARCHABLE:
+            axes.append((key, _axis(key, value, ("search", key), faults)))
+        elif key not in ["sample", "seed", "jobs"]:
+            faults.add(("search", key), unknown(key, [*SEARCHABLE, "sample", "seed", "jobs"], BELONGS))
+    given, fixed = {name for name, _ in axes}, dict(train.fixed)
+    for name in sorted(given & set(fixed)):
+        faults.add(("search", name), "is fixed under train as well; keep one of them")
+    for one, other in EXCLUDES:
+        for here, there in ((one, other), (other, one)):
+            if here in given and (there in fixed or (there in given and here == one)):
+                faults.add(
+                    ("search", here),
+                    f"contradicts {'train.' if there in fixed else ''}{there}; keep one of them",
+                )
+    jobs = None
+    if "jobs" in found:
+        if axes or "sample" in found:
+            others = [name for name in found if name not in ("jobs", "seed")]
+            faults.add(where, f"a literal list excludes {', '.join(others)}")
+        jobs = _literal(found["jobs"], where, faults)
+    elif "sample" not in found:
+        for name, axis in axes:
+            if isinstance(axis, Range):
+                faults.add(("search", name), "a range needs `sample: N`; or list the values")
+    _check_unused(fixed, axes, jobs, faults)
+    return SearchConfig(tuple(axes), jobs=jobs, **rest)
+
+
+def _literal(raw: Any, where: Place, faults: Faults) -> tuple[tuple[tuple[str, Any], ...], ...]:
+    if not isinstance(raw, list) or not raw:
+        faults.add(
+            where,
+            f"{shown(raw)} is not a list of jobs; expected such as [{{rank: 8, learning_rate: 0.0002}}]",
+        )
+        return ()
+    out = []
+    for i, item in enumerate(raw):
+        if not isinstance(item, dict):
+            faults.add(
+                (*where, i),
+                f"{shown(item)} is not a job; expected such as {{rank: 8, learning_rate: 0.0002}}",
+            )
+            continue
+        out.append(tuple(_job_fields(item, (*where, i), faults, []).items()))
+        _check_pairs((*where, i), set(item), faults)
+    return tuple(out)
+
+
+def optimizers(fixed: dict[str, Any], axes: Any, jobs: Any) -> set[str]:
+    """Name the optimizers that the jobs of a sweep use."""
+    kinds = {fixed.get("optimizer", JOB_FIELDS["optimizer"].default)}
+    kinds |= {value for job in jobs or () for name, value in job if name == "optimizer"}
+    return set(dict(axes).get("optimizer", kinds))
+
+
+def _check_unused(fixed: dict[str, Any], axes: list[tuple[str, Axis]], jobs: Any, faults: Faults) -> None:
+    """Refuse an optimizer's setting that no job of the sweep would read."""
+    kinds = optimizers(fixed, axes, jobs)
+    for name, optimizer in ONLY_WITH.items():
+        if optimizer not in kinds:
+            for where, given in (("train", fixed), ("search", dict(axes))):
+                if name in given:
+                    faults.add((where, name), f"has no effect without optimizer: {optimizer}")
