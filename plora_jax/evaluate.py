@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +10,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 from plora_jax.adapters import Stack
-from plora_jax.data.choices import Choices
-from plora_jax.data.encode import Examples
+from plora_jax.data.choices import Choices, accuracy
+from plora_jax.data.examples import Examples
 from plora_jax.models.decoder import LoRA, Runtime
 from plora_jax.models.load import Base
 from plora_jax.step import token_losses
@@ -43,13 +42,15 @@ class Requests:
     targets: list[np.ndarray] = field(default_factory=list)
     size: int = 0
 
-    def add(self, sequence: np.ndarray, positions: np.ndarray, targets: np.ndarray) -> slice:
-        """Ask for the log-probability of `targets` after `positions` of `sequence`; return where results will stand."""
-        self.sequences.append(np.asarray(sequence[: int(positions.max(initial=-1)) + 1], np.int32))
+    def add(
+        self, sequence: np.ndarray, positions: np.ndarray, targets: np.ndarray
+    ) -> Int32[np.ndarray, " n"]:
+        """Ask for the log-probability of `targets` after `positions`; return where the results will stand."""
+        self.sequences.append(np.asarray(sequence[: int(positions.max()) + 1], np.int32))
         self.positions.append(np.asarray(positions, np.int32))
         self.targets.append(np.asarray(targets, np.int32))
         start, self.size = self.size, self.size + len(targets)
-        return slice(start, self.size)
+        return np.arange(start, self.size, dtype=np.int32)
 
     def carriers(self) -> list[list[int]]:
         """Group requests by the sequence that carries them: the first of each group begins with all the others."""
@@ -120,7 +121,12 @@ def log_probabilities(
 
 
 def _batch(
-    requests: Requests, groups: Sequence[Sequence[int]], starts: np.ndarray, size: int, length: int, width: int
+    requests: Requests,
+    groups: Sequence[Sequence[int]],
+    starts: np.ndarray,
+    size: int,
+    length: int,
+    width: int,
 ) -> tuple[tuple[Int32[np.ndarray, "..."], ...], Int32[np.ndarray, "B P"]]:
     tokens, rows = np.zeros((size, length), np.int32), np.full((size, length), -1, np.int32)
     trained, targets = np.zeros((size, width), np.int32), np.full((size, width), -1, np.int32)
@@ -140,42 +146,31 @@ def _batch(
 
 @dataclass(frozen=True)
 class EvalSet:
-    """Hold a held-out part, ready to be scored: which requests make up the loss, and which each option."""
+    """Hold a held-out part, ready to be scored: which requests make up the loss, and which the options."""
 
-    metric: str
     requests: Requests
-    loss: list[slice]
-    options: list[list[slice]]  # by row, then option; empty when the metric is the loss
-    answers: Int32[np.ndarray, " rows"]
-
-    @property
-    def rows(self) -> int:
-        """Count the rows that are scored."""
-        return len(self.options) or len(self.loss)
+    loss: Int32[np.ndarray, " T"]
+    options: Int32[np.ndarray, " K"]  # in the order of `choices`' entries
+    choices: Choices | None  # None: the metric is the loss
+    rows: int
 
 
 def make_eval_set(examples: Examples, choices: Choices | None) -> EvalSet:
     """Lay out the requests of a held-out part; with `choices` the metric is choice_accuracy, else the loss."""
     requests = Requests()
-    loss = []
-    for tokens, trained in zip(examples.tokens, examples.trained, strict=True):
-        at = np.flatnonzero(trained[1:])
-        loss.append(requests.add(tokens, at, tokens[at + 1]))
-    options: list[list[slice]] = []
+    rows = zip(examples.tokens, examples.heads, examples.targets, strict=True)
+    loss = [requests.add(tokens, heads, targets) for tokens, heads, targets in rows]
+    options = np.zeros(0 if choices is None else len(choices.row), np.int32)
     if choices is not None:
-        options = [[requests.add(*option) for option in row] for row in choices.options]
-    answers = np.asarray([] if choices is None else choices.answers, np.int32)
-    return EvalSet("loss" if choices is None else "choice_accuracy", requests, loss, options, answers)
+        by_sequence = np.argsort(choices.sequence, kind="stable")
+        for entries in np.split(by_sequence, np.flatnonzero(np.diff(choices.sequence[by_sequence])) + 1):
+            sequence = choices.sequences[choices.sequence[entries[0]]]
+            options[entries] = requests.add(sequence, choices.position[entries], choices.target[entries])
+    return EvalSet(requests, np.concatenate(loss), options, choices, len(examples))
 
 
 def score(evals: EvalSet, log_p: Float[np.ndarray, " N"]) -> Score:
-    """Turn one model's log-probabilities into its score: mean over trained tokens, and options by their mean."""
-    picked = np.concatenate([log_p[where] for where in evals.loss]) if evals.loss else np.zeros(0)
-    loss = float(-picked.mean()) if picked.size else float("nan")
-    value = loss
-    if evals.metric == "choice_accuracy":
-        best = [int(np.argmax([log_p[option].mean() for option in row])) for row in evals.options]
-        value = float(np.mean(np.asarray(best) == evals.answers))
-    return Score(score=value, loss=loss, rows=evals.rows, tokens=int(picked.size))
-
-
+    """Turn one model's log-probabilities into its score: loss is the mean over trained tokens, choices by `accuracy`."""
+    loss = float(-log_p[evals.loss].mean())
+    value = loss if evals.choices is None else accuracy(evals.choices, log_p[evals.options])
+    return Score(score=value, loss=loss, rows=evals.rows, tokens=len(evals.loss))
