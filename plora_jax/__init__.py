@@ -1,1 +1,33 @@
-"""plora_jax: train many LoRA configurations at once on one frozen base model."""
+"""plora_jax: train many LoRA configurations at once on one frozen base model.
+
+Names are imported on first use, so that planning a sweep never loads JAX.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "Job": "jobs",
+    "grid": "search",
+    "UserError": "errors",
+    "Batch": "batch",
+    "Base": "models.load",
+    "load_base": "models.load",
+    "Runtime": "models.decoder",
+    "PackSpec": "step",
+    "PackState": "step",
+    "pack_spec": "step",
+    "init_pack": "step",
+    "make_train_step": "step",
+    "read_examples": "data",
+    "sweep": "engine",
+    "import_adapter": "peft",
+    "export_adapter": "peft",
+}
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'plora_jax' has no attribute {name!r}")
+    return getattr(import_module(f"plora_jax.{_HOMES[name]}"), name)
