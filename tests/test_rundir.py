@@ -1,0 +1,63 @@
+"""Files of a run appear whole or not at all, and one process at a time writes them."""
+
+import json
+import multiprocessing
+
+import pytest
+
+from plora_jax.errors import UserError
+from plora_jax.rundir import JsonLines, open_run, write_atomic, write_json
+
+
+def test_atomic_write_leaves_no_temporary(tmp_path):
+    path = tmp_path / "a.json"
+    write_json(path, {"x": float("nan"), "y": [float("inf"), 1.5]})
+    assert json.loads(path.read_text()) == {"x": None, "y": [None, 1.5]}
+    write_atomic(path, "two")
+    assert path.read_text() == "two" and [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_torn_tail_is_cut_before_the_next_line(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2, "lo')
+    lines = JsonLines(path)
+    lines.append({"step": 2})
+    lines.close()
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"step": 1}, {"step": 2}]
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_used_directory_is_refused_unless_resumed(tmp_path, resume):
+    (tmp_path / "something").write_text("mine")
+    if resume:
+        with open_run(tmp_path, resume=True) as run:
+            run.event("hello", n=1)
+        assert json.loads((tmp_path / "events.jsonl").read_text())["event"] == "hello"
+    else:
+        with pytest.raises(UserError, match="already used"), open_run(tmp_path, resume=False):
+            pass
+        assert [p.name for p in tmp_path.iterdir()] == ["something"]
+
+
+def test_a_file_in_the_way_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="this is a file"), open_run(tmp_path / "file", resume=True):
+        pass
+
+
+def _try_to_open(path, queue):
+    try:
+        with open_run(path, resume=True):
+            queue.put("opened")
+    except UserError as error:
+        queue.put(str(error))
+
+
+def test_a_second_process_is_refused(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    with open_run(tmp_path / "run", resume=False):
+        other = context.Process(target=_try_to_open, args=(tmp_path / "run", queue))
+        other.start()
+        assert "another process" in queue.get(timeout=60)
+        other.join()
