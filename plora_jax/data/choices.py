@@ -1,0 +1,132 @@
+"""Multiple choice: which sequences to run and which log-probabilities to add up for every option of every row.
+
+The score of an option is the mean log-probability of its tokens given the prompt. EOS is no part of an option: its
+probability says how likely the text ends, not which option it is, and one-token options would be scored on it half.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from plora_jax.data.encode import Coder
+from plora_jax.data.examples import Examples, Source
+from plora_jax.errors import UserError
+
+MAX_DISTINCT = 100
+
+
+class Choices(NamedTuple):
+    """Hold the sequences to run and, for each token to score, where its log-probability is found.
+
+    Arrays `row`, `option`, `sequence`, `position`, `target` (int32 [K]) have one entry a scored token: the hidden
+    state at `position` of `sequences[sequence]` predicts `target`, a token of option `option` of row `row`.
+    """
+
+    sequences: list[np.ndarray]
+    row: np.ndarray
+    option: np.ndarray
+    sequence: np.ndarray
+    position: np.ndarray
+    target: np.ndarray
+    correct: np.ndarray  # int32 [rows]
+    options: list[tuple[str, ...]]
+
+
+def distinct_completions(train: Examples) -> tuple[str, ...]:
+    """Return the distinct completions of the training rows, sorted, the options of last resort.
+
+    UserError when there are more than MAX_DISTINCT of them, or only one.
+    """
+    found = sorted({s.completion for s in train.sources})
+    if not 2 <= len(found) <= MAX_DISTINCT:
+        raise UserError(
+            f"{train.report.path}: metric choice_accuracy needs options, and the rows have {len(found):,} distinct "
+            f"completions (2 to {MAX_DISTINCT} could serve). Give each row 'choices', set data.choices, or use "
+            "metric exact_match or loss."
+        )
+    return tuple(found)
+
+
+def row_options(source: Source, default: Sequence[str] | None) -> tuple[tuple[str, ...], int]:
+    """Return a row's options and the index of the right one.
+
+    Options written without the completion's surrounding spaces (" yes" against "yes") take them over. UserError when
+    the row has no options or its completion is none of them.
+    """
+    options = tuple(source.choices or default or ())
+    if not options:
+        raise UserError(
+            f"{source.where}: metric choice_accuracy needs 'choices' in the row, or data.choices."
+        )
+    right, core = source.completion, source.completion.strip()
+    if right not in options:
+        lead, _, trail = right.partition(core)
+        options = tuple(f"{lead}{o.strip()}{trail}" for o in options)
+    if right not in options:
+        shown = ", ".join(repr(o.strip()) for o in options[:8]) + (", …" if len(options) > 8 else "")
+        raise UserError(f"{source.where}: the completion {core!r} is none of the row's options ({shown}).")
+    if len(set(options)) < len(options):
+        raise UserError(f"{source.where}: the same option is listed twice.")
+    return options, options.index(right)
+
+
+def make_choices(
+    examples: Examples, tokenizer: Any, *, choices: Sequence[str] | None = None, train: Examples | None = None
+) -> Choices:
+    """Lay out every option of every row; options come from the row, else `choices`, else `train`'s completions.
+
+    Options whose tokens agree up to the last one share a sequence, as do options that begin another option.
+    """
+    coder = Coder(tokenizer)
+    default = tuple(choices) if choices else None
+    if default is None and train is not None and not all(s.choices for s in examples.sources):
+        default = distinct_completions(train)
+    laid = [row_options(s, default) for s in examples.sources]
+    sequences: list[np.ndarray] = []
+    scored: list[tuple[int, int, int, int, int]] = []
+    for r, (source, (options, _)) in enumerate(zip(examples.sources, laid, strict=True)):
+        texts = [source.prompt + option for option in options]
+        encoded = coder.encode(texts, [source.bos] * len(texts), [source.where] * len(texts))
+        homes = _share([e.ids[:-1] for e in encoded], sequences)
+        for o, (piece, home) in enumerate(zip(encoded, homes, strict=True)):
+            mask = piece.end > len(source.prompt)
+            mask[:1] = False
+            labels = np.flatnonzero(mask)
+            if labels.size == 0:
+                raise UserError(f"{source.where}: option {options[o]!r} has no token that follows another.")
+            scored += [(r, o, home, int(at) - 1, int(piece.ids[at])) for at in labels]
+    columns = np.array(scored, dtype=np.int32).reshape(-1, 5).T
+    correct = np.array([index for _, index in laid], dtype=np.int32)
+    return Choices(sequences, *columns, correct, [options for options, _ in laid])
+
+
+def _share(inputs: list[np.ndarray], sequences: list[np.ndarray]) -> list[int]:
+    """Append to `sequences` the inputs that begin no other one; return each input's sequence."""
+    keys = [one.tobytes() for one in inputs]
+    ordered = sorted(range(len(inputs)), key=keys.__getitem__)
+    homes = [-1] * len(inputs)
+    # in this order an input that begins others stands right before one of them, so one look ahead is enough
+    for i, after in zip(reversed(ordered), [None, *reversed(ordered)], strict=False):
+        if after is None or not keys[after].startswith(keys[i]):
+            sequences.append(inputs[i])
+            homes[i] = len(sequences) - 1
+        else:
+            homes[i] = homes[after]
+    return homes
+
+
+def option_scores(choices: Choices, logprobs: np.ndarray) -> np.ndarray:
+    """Return each option's mean log-probability [rows, most options] from `logprobs` [K], -inf where no option is."""
+    shape = (len(choices.correct), max(map(len, choices.options)))
+    total, count = np.zeros(shape), np.zeros(shape)
+    np.add.at(total, (choices.row, choices.option), logprobs)
+    np.add.at(count, (choices.row, choices.option), 1)
+    return np.where(count > 0, total / np.maximum(count, 1), -np.inf)
+
+
+def accuracy(choices: Choices, logprobs: np.ndarray) -> float:
+    """Return the share of rows whose right option has the highest score; NaN scores never win."""
+    scores = np.nan_to_num(option_scores(choices, logprobs), nan=-np.inf)
+    best = scores.argmax(axis=1)
+    return float(np.mean((best == choices.correct) & np.isfinite(scores.max(axis=1))))

@@ -1,0 +1,124 @@
+"""A conversation as text through the model's own chat template, with the characters of each assistant turn.
+
+The characters are found by rendering twice: once with a marker in place of every assistant turn, which shows the
+text that the template itself puts around them, and once for real. No token is ever searched for.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from plora_jax.data.formats import Turn
+from plora_jax.errors import UserError
+
+# The stated format of a model without a template; every assistant turn ends with the model's EOS.
+PLAIN = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}Assistant: {{ m.content }}{{ eos_token }}\n\n"
+    "{% else %}{{ m.role | capitalize }}: {{ m.content }}\n\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}Assistant: {% endif %}"
+)
+_OPEN, _CLOSE = "\ue000", "\ue001"  # private-use characters: no tokenizer or template gives them a meaning
+
+
+class Span(NamedTuple):
+    """Mark one assistant turn in a text: its content is [start, stop), its turn's end mark is in [stop, end)."""
+
+    start: int
+    stop: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Template:
+    """Render conversations for one tokenizer (its own template, else the stated plain format)."""
+
+    tokenizer: Any
+
+    @cached_property
+    def plain(self) -> bool:
+        """Tell whether the tokenizer has no template of its own."""
+        return not getattr(self.tokenizer, "chat_template", None)
+
+    @cached_property
+    def has_system(self) -> bool:
+        """Tell whether a system turn shows up in what the template renders (some refuse it, some drop it)."""
+        try:
+            return _OPEN in self._apply([Turn("system", _OPEN), Turn("user", "a")])
+        except Exception:  # a template refuses a role by raising, each through its own jinja error
+            return False
+
+    @cached_property
+    def tail(self) -> str:
+        """Give the text that ends a conversation whose last turn is the assistant's: its end mark comes first."""
+        try:
+            return self._apply([Turn("user", "a"), Turn("assistant", _OPEN)]).partition(_OPEN)[2]
+        except Exception:
+            return ""
+
+    def _apply(self, turns: Sequence[Turn]) -> str:
+        return self.tokenizer.apply_chat_template(
+            [t._asdict() for t in turns], tokenize=False, chat_template=PLAIN if self.plain else None
+        )
+
+    def render(self, turns: Sequence[Turn], where: str) -> tuple[str, list[Span]]:
+        """Return the conversation's text and one Span for each assistant turn that is not blank.
+
+        A system turn goes in front of the first user turn when the template knows no system role. UserError when
+        the template refuses the conversation (roles that do not alternate, say) or hides an assistant turn.
+        """
+        if not self.has_system:
+            turns = merge_system(turns)
+        spoken = [i for i, t in enumerate(turns) if t.role == "assistant" and t.content.strip()]
+        mark = {i: f"{_OPEN}{n}{_CLOSE}" for n, i in enumerate(spoken)}
+        marked = [t._replace(content=mark[i]) if i in mark else t for i, t in enumerate(turns)]
+        try:
+            text, skeleton = self._apply(turns), self._apply(marked)
+        except Exception as error:
+            raise UserError(
+                f"{where}: the model's chat template refuses the conversation: {error}."
+            ) from None
+        spans, at = [], 0
+        for n, i in enumerate(spoken):
+            before, found, skeleton = skeleton.partition(mark[i])
+            if not found:
+                raise UserError(f"{where}: the model's chat template leaves out assistant turn {n + 1}.")
+            after = skeleton.partition(mark[spoken[n + 1]])[0] if n + 1 < len(spoken) else skeleton
+            start = at + len(before)
+            stop = _content_end(text, start, turns[i].content, after, last=n + 1 == len(spoken))
+            if stop is None or text[at:start] != before:
+                raise UserError(
+                    f"{where}: the model's chat template rewrites assistant turn {n + 1} beyond recognition."
+                )
+            spans.append(Span(start, stop, stop + len(os.path.commonprefix([self.tail, after]))))
+            at = stop
+        return text, spans
+
+
+def _content_end(text: str, start: int, content: str, after: str, last: bool) -> int | None:
+    for kept in (content, content.strip(), content.lstrip(), content.rstrip()):
+        stop = start + len(kept)
+        if text.startswith(kept, start) and (text[stop:] == after if last else text.startswith(after, stop)):
+            return stop
+    # the template changed the content (dropped its reasoning part, say): it ends where the template's own text goes on
+    stop = len(text) - len(after) if last else text.find(after, start)
+    return stop if stop >= start and text.startswith(after, stop) else None
+
+
+def merge_system(turns: Sequence[Turn]) -> list[Turn]:
+    """Put the text of system turns in front of the next user turn, two line ends between them."""
+    out: list[Turn] = []
+    held: list[str] = []
+    for turn in turns:
+        if turn.role == "system":
+            held.append(turn.content)
+        elif turn.role == "user" and held:
+            out.append(Turn("user", "\n\n".join([*held, turn.content])))
+            held = []
+        else:
+            if held:
+                out.append(Turn("user", "\n\n".join(held)))
+                held = []
+            out.append(turn)
+    return out
