@@ -121,7 +121,7 @@ SECTIONS = {
 TOP = ["model", "data", "search", "train", "eval", "early_stop", "precision", "export", "devices", "base_dir"]
 
 
-BELONGS_HERE = {f.name: name for name, kind in reversed(SECTIONS.items()) for f in fields(kind)} | BELONGS
+SECTION_OF = {f.name: name for name, kind in reversed(SECTIONS.items()) for f in fields(kind)} | BELONGS
 
 
 def load_sweep(path: str | Path) -> Sweep:
@@ -144,7 +144,7 @@ def parse_sweep(text: str, base_dir: Path = Path("."), source: str = "sweep") ->
 def _sweep(raw: dict[str, Any], faults: Faults, base_dir: Path) -> Sweep:
     for key in raw:
         if key not in TOP and key != "jobs":
-            faults.add((key,), unknown(key, TOP, BELONGS_HERE))
+            faults.add((key,), unknown(key, TOP, SECTION_OF))
     if isinstance(raw.get("precision"), str):
         raw = raw | {"precision": {"base": raw["precision"]}}
     parts = {}
@@ -155,7 +155,7 @@ def _sweep(raw: dict[str, Any], faults: Faults, base_dir: Path) -> Sweep:
                 ("data",), "is missing; expected a mapping such as {train: train.jsonl, eval: dev.jsonl}"
             )
             continue
-        parts[name] = section(raw.get(name), (name,), known, faults, BELONGS_HERE)
+        parts[name] = section(raw.get(name), (name,), known, faults, SECTION_OF)
     top = {}
     for f in (spec for spec in fields(Sweep) if spec.name in ("model", "devices")):
         value = raw.get(f.name, "" if f.name == "model" else "auto")
@@ -175,8 +175,8 @@ def _sweep(raw: dict[str, Any], faults: Faults, base_dir: Path) -> Sweep:
     _check_data(parts.get("data", {}), faults)
     if len(parts["eval"]) == 2:
         faults.add(("eval",), "every_epochs and every_steps are both given; keep one of them")
-    train = read_train(raw.get("train"), faults)
-    search = read_search(raw, train, faults)
+    train = read_train(raw.get("train"), faults, SECTION_OF)
+    search = read_search(raw, train, faults, SECTION_OF)
     faults.check()
     return Sweep(
         data=DataConfig(**parts["data"]),

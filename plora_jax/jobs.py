@@ -32,8 +32,10 @@ class Job:
     targets: tuple[str, ...] | str = _f(
         LINEAR, "modules that get an adapter: all-linear, or a list such as [q_proj, v_proj]"
     )
-    rank_pattern: tuple[tuple[str, int], ...] = _f((), "ranks of single modules, by PEFT pattern")
-    alpha_pattern: tuple[tuple[str, float], ...] = _f((), "alphas of single modules, by PEFT pattern")
+    rank_pattern: tuple[tuple[str, int], ...] = _f((), "ranks of single modules, by PEFT pattern", 1, 1024)
+    alpha_pattern: tuple[tuple[str, float], ...] = _f(
+        (), "alphas of single modules, by PEFT pattern", 0.0, None, True
+    )
     batch_size: int = _f(8, "examples per optimizer step", 1, None)
     epochs: float = _f(1.0, "passes over the training rows", 0.0, None, True)
     max_steps: int | None = _f(None, "optimizer steps; when given, epochs is ignored", 1, None)
@@ -63,7 +65,7 @@ class Job:
         return f"r{self.rank}-lr{self.learning_rate:.2g}-b{self.batch_size}-{digest}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain JSON values, patterns as dictionaries, targets as a list or 'all-linear'."""
+        """Return the fields as plain JSON values: patterns as dictionaries, targets as a list or text."""
         out = asdict(self)
         out["targets"] = self.targets if isinstance(self.targets, str) else list(self.targets)
         out["rank_pattern"] = dict(self.rank_pattern)

@@ -1,4 +1,4 @@
-"""Check plain values against dataclass fields: types, ranges and unknown keys, with words for what is allowed."""
+"""Check plain values against dataclass fields: types, ranges, unknown keys, and words for what is allowed."""
 
 import difflib
 import math
@@ -77,7 +77,7 @@ def allowed(kind: Any, meta: Any) -> str:
 
 def convert(value: Any, kind: Any, meta: Any) -> Any:
     """Return the value in the annotation's own type; a ValueError says what is wrong and what is allowed."""
-    if hasattr(value, "item") and not isinstance(value, (str, dict)):  # a NumPy scalar from a library call
+    if hasattr(value, "item"):  # a NumPy scalar in a library call
         value = value.item()
     origin, args = get_origin(kind), get_args(kind)
     wrong = ValueError(f"{shown(value)} is not allowed here; expected {allowed(kind, meta)}")
@@ -104,7 +104,7 @@ def convert(value: Any, kind: Any, meta: Any) -> Any:
             isinstance(v, (tuple, list)) and len(v) == 2 for v in value
         ):
             value = dict(value)
-        if not isinstance(value, dict) or not all(isinstance(key, str) and key for key in value):
+        if not isinstance(value, dict) or not value or not all(isinstance(key, str) and key for key in value):
             raise wrong
         item = get_args(args[0])[1]
         return tuple(sorted((key, convert(v, item, meta)) for key, v in value.items()))
@@ -144,22 +144,21 @@ def _item(index: int, value: Any, kind: Any, meta: Any) -> Any:
         raise ValueError(f"item {index}: {error}") from None
 
 
-def unknown(key: str, known: list[str], elsewhere: dict[str, str] | None = None) -> str:
-    """Say that a key is not known, what was probably meant, or where it belongs."""
-    meant = SPOKEN.get(key.lower().replace("-", "_"))
-    near = (
-        [meant] if meant in known else difflib.get_close_matches(key.lower().replace("-", "_"), known, 1, 0.7)
-    )
+def unknown(key: str, known: list[str], belongs: dict[str, str] | None = None) -> str:
+    """Say that a key is not known and what was probably meant; `belongs` names the section of other keys."""
+    spelled = key.lower().replace("-", "_")
+    meant = SPOKEN.get(spelled, spelled)
+    near = [meant] if meant in known else difflib.get_close_matches(spelled, known, 1, 0.7)
     if near:
         return f"unknown key; did you mean {near[0]}?"
-    belongs = (elsewhere or {}).get(meant or key) or (elsewhere or {}).get(key)
-    if belongs:
-        return f"unknown key here; {meant or key} belongs under {belongs}"
+    for name in [meant, *difflib.get_close_matches(spelled, belongs or (), 1, 0.8)]:
+        if belongs and name in belongs:
+            return f"unknown key here; {name} belongs under {belongs[name]}"
     return f"unknown key; known here: {', '.join(known)}"
 
 
 def section(
-    raw: Any, where: Place, known: dict[str, Field[Any]], faults: Faults, elsewhere: dict[str, str]
+    raw: Any, where: Place, known: dict[str, Field[Any]], faults: Faults, belongs: dict[str, str]
 ) -> dict[str, Any]:
     """Check a mapping against dataclass fields and return its values that hold; the rest are noted."""
     if raw is None:
@@ -170,7 +169,7 @@ def section(
     out = {}
     for key, value in raw.items():
         if key not in known:
-            faults.add((*where, key), unknown(key, list(known), elsewhere))
+            faults.add((*where, key), unknown(key, list(known), belongs))
             continue
         try:
             out[key] = convert(value, known[key].type, known[key].metadata)

@@ -55,9 +55,10 @@ def grid(**axes: Any) -> list[Job]:
         if name not in JOB_FIELDS and name != RATIO:
             faults.add((name,), unknown(name, [*JOB_FIELDS, RATIO]))
             continue
-        whole = raw if isinstance(raw, (list, tuple, range)) or hasattr(raw, "tolist") else [raw]
+        raw = raw.tolist() if hasattr(raw, "tolist") else raw  # NumPy and JAX arrays
+        whole = raw if isinstance(raw, (list, tuple, range)) else [raw]
         values = []
-        for i, value in enumerate(whole.tolist() if hasattr(whole, "tolist") else whole):
+        for i, value in enumerate(whole):
             try:
                 values.append(job_field(name, value))
             except ValueError as error:

@@ -29,7 +29,8 @@ EXCLUDES += [("init_adapter", name) for name in FRESH]
 ONLY_WITH = {"momentum": "sgd", "beta1": "adamw", "beta2": "adamw", "eps": "adamw"}
 PATTERNS = ("rank_pattern", "alpha_pattern")
 SEARCHABLE = [name for name in JOB_FIELDS if name != "seed"] + [RATIO]  # search.seed is the sampler's
-BELONGS = {name: "search or train" for name in [*JOB_FIELDS, RATIO] if name not in ("train", "seed")} | {
+BELONGS = {name: "search or train" for name in [*JOB_FIELDS, RATIO] if name not in ("train", "seed")}
+BELONGS |= {
     "sample": "search",
     "jobs": "search",
     "seeds": "train",
@@ -105,14 +106,16 @@ def _check_pairs(where: Place, given: set[str], faults: Faults) -> None:
             faults.add((*where, one), f"contradicts {other}; keep one of them")
 
 
-def _job_fields(raw: dict[str, Any], where: Place, faults: Faults, extra: list[str]) -> dict[str, Any]:
+def _job_fields(
+    raw: dict[str, Any], where: Place, faults: Faults, belongs: dict[str, str], extra: tuple[str, ...] = ()
+) -> dict[str, Any]:
     """Check single values of job fields; keys in `extra` are the caller's."""
     out = {}
     for key, value in raw.items():
         if key in extra:
             continue
         if key not in JOB_FIELDS and key != RATIO:
-            faults.add((*where, key), unknown(key, [*JOB_FIELDS, RATIO, *extra], BELONGS))
+            faults.add((*where, key), unknown(key, [*JOB_FIELDS, RATIO, *extra], belongs))
             continue
         try:
             out[key] = job_field(key, value)
@@ -122,7 +125,7 @@ def _job_fields(raw: dict[str, Any], where: Place, faults: Faults, extra: list[s
     return out
 
 
-def read_train(raw: Any, faults: Faults) -> TrainConfig:
+def read_train(raw: Any, faults: Faults, belongs: dict[str, str]) -> TrainConfig:
     """Check the section `train`: any job field, seeds, and keep."""
     if raw is None:
         return TrainConfig()
@@ -134,7 +137,7 @@ def read_train(raw: Any, faults: Faults) -> TrainConfig:
     raw = dict(raw)
     if raw.pop("train", None) is not None:
         faults.add(("train", "train"), "the training rows of the sweep belong under data.train")
-    fixed = _job_fields(raw, ("train",), faults, ["seeds", "keep"])
+    fixed = _job_fields(raw, ("train",), faults, belongs, ("seeds", "keep"))
     own = {f.name: f for f in fields(TrainConfig) if f.metadata}
     rest = section({k: v for k, v in raw.items() if k in own}, ("train",), own, faults, {})
     if "seeds" in rest and (not rest["seeds"] or len(set(rest["seeds"])) < len(rest["seeds"])):
@@ -181,7 +184,9 @@ def _range(name: str, raw: dict[str, Any]) -> Range:
     return Range(cast(Literal["uniform", "log_uniform"], kind), low, high)
 
 
-def read_search(raw: dict[str, Any], train: TrainConfig, faults: Faults) -> SearchConfig:
+def read_search(
+    raw: dict[str, Any], train: TrainConfig, faults: Faults, belongs: dict[str, str]
+) -> SearchConfig:
     """Check the section `search` of the whole file `raw`, and that it agrees with `train`."""
     found = raw.get("search")
     if found is not None and not isinstance(found, dict):
@@ -202,7 +207,7 @@ def read_search(raw: dict[str, Any], train: TrainConfig, faults: Faults) -> Sear
         if key in SEARCHABLE:
             axes.append((key, _axis(key, value, ("search", key), faults)))
         elif key not in ["sample", "seed", "jobs"]:
-            faults.add(("search", key), unknown(key, [*SEARCHABLE, "sample", "seed", "jobs"], BELONGS))
+            faults.add(("search", key), unknown(key, [*SEARCHABLE, "sample", "seed", "jobs"], belongs))
     given, fixed = {name for name, _ in axes}, dict(train.fixed)
     for name in sorted(given & set(fixed)):
         faults.add(("search", name), "is fixed under train as well; keep one of them")
@@ -218,7 +223,7 @@ def read_search(raw: dict[str, Any], train: TrainConfig, faults: Faults) -> Sear
         if axes or "sample" in found:
             others = [name for name in found if name not in ("jobs", "seed")]
             faults.add(where, f"a literal list excludes {', '.join(others)}")
-        jobs = _literal(found["jobs"], where, faults)
+        jobs = _literal(found["jobs"], where, faults, belongs)
     elif "sample" not in found:
         for name, axis in axes:
             if isinstance(axis, Range):
@@ -227,7 +232,9 @@ def read_search(raw: dict[str, Any], train: TrainConfig, faults: Faults) -> Sear
     return SearchConfig(tuple(axes), jobs=jobs, **rest)
 
 
-def _literal(raw: Any, where: Place, faults: Faults) -> tuple[tuple[tuple[str, Any], ...], ...]:
+def _literal(
+    raw: Any, where: Place, faults: Faults, belongs: dict[str, str]
+) -> tuple[tuple[tuple[str, Any], ...], ...]:
     if not isinstance(raw, list) or not raw:
         faults.add(
             where,
@@ -242,7 +249,7 @@ def _literal(raw: Any, where: Place, faults: Faults) -> tuple[tuple[tuple[str, A
                 f"{shown(item)} is not a job; expected such as {{rank: 8, learning_rate: 0.0002}}",
             )
             continue
-        out.append(tuple(_job_fields(item, (*where, i), faults, []).items()))
+        out.append(tuple(_job_fields(item, (*where, i), faults, belongs).items()))
         _check_pairs((*where, i), set(item), faults)
     return tuple(out)
 

@@ -171,6 +171,11 @@ class _Plain(yaml.SafeDumper):
         return True
 
 
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar(_TAG + "str", text, style=None if text.isprintable() else '"')
+
+
+_Plain.add_representer(str, _text)
 _Plain.add_implicit_resolver(_TAG + "float", re.compile(rf"({NUMBER.pattern})\Z"), None)
 _Plain.add_implicit_resolver(_TAG + "int", re.compile(rf"({_INT.pattern})\Z"), None)
 
