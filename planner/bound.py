@@ -1,0 +1,148 @@
+"""Lower bounds on the makespan of any plan that keeps its device groups: longest job, configuration LP,
+pigeonhole.
+
+All three are tests "could everything finish within C?", monotone in C, solved by bisection. A mode is (degree
+d, policy, m, J). A job of class k in a mode holds a slot for s_k = ⌈rows / m⌉ steps of
+
+    T ≥ t0 + J · (c·m·S_k + a·R_k)
+
+since a pack's length and rank bucket are at least its jobs' own, and takes at least d · s_k · T / J of
+machine time.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from planner.instance import Instance
+from planner.pack import divisors
+
+TOLERANCE = 1e-9
+
+
+class Modes(NamedTuple):
+    """Hold one row a (class, degree, policy, m): slot time T = t0 + J · token, limits and counts."""
+
+    k: np.ndarray
+    degree: np.ndarray
+    t0: np.ndarray
+    token: np.ndarray
+    steps: np.ndarray
+    scoring: np.ndarray
+    limit: np.ndarray  # the most slots that memory allows
+    setup: np.ndarray
+
+
+def modes(instance: Instance) -> Modes:
+    """List every class's modes."""
+    rows = []
+    for k, job in enumerate(instance.classes):
+        need = instance.need(((k, 1),))
+        for d in instance.degrees:
+            setup = instance.load_seconds(d) + instance.cost.compile_s
+            for policy in instance.policies:
+                cost = instance.step_cost(d, policy, need)
+                for m in divisors(need.divisor):
+                    limit = instance.slot_limit(d, m, policy, need)
+                    if limit:
+                        token = cost.c * m * need.S + (cost.a0 + cost.a1 * m * need.S) * need.bucket
+                        scoring = instance.eval_seconds(d, k)
+                        rows.append((k, d, cost.t0, token, job.micro_steps(m), scoring, limit, setup))
+    columns = [np.array(column, dtype=float) for column in zip(*rows, strict=True)]
+    return Modes(columns[0].astype(int), *columns[1:])
+
+
+def longest(instance: Instance, table: Modes) -> float:
+    """Return the time of the job that is slowest alone, each in its best mode."""
+    alone = table.setup + table.steps * (table.t0 + table.token) + table.scoring
+    best = np.full(len(instance.classes), np.inf)
+    np.minimum.at(best, table.k, alone)
+    return float(best.max())
+
+
+def group_work(instance: Instance, table: Modes, C: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return each row's least group time a job within C (∞ where impossible), and its share of slots.
+
+    A job that must end within C allows at most J = ⌊((C − setup − scoring) / steps − t0) / token⌋ slots
+    beside it.
+    """
+    room = (C - table.setup - table.scoring) / table.steps - table.t0
+    J = np.minimum(np.floor(room / table.token * (1 + TOLERANCE)), table.limit)
+    ok = J >= 1
+    time = np.where(ok, table.steps * (table.t0 / np.maximum(J, 1) + table.token) + table.scoring, np.inf)
+    return time, J, ok
+
+
+def work_fits(instance: Instance, table: Modes, counts: np.ndarray, C: float) -> bool:
+    """Say whether machine time suffices: Σ_k n_k · min over modes ≤ G · (C − setup), the LP's value in closed
+    form.
+
+    With every job fractional over its modes, the LP puts each job wholly in its cheapest admissible mode; a
+    mode that cannot finish one job within C is not admissible (a job runs in one mode).
+    """
+    time, _, _ = group_work(instance, table, C)
+    best = np.full(len(counts), np.inf)
+    np.minimum.at(best, table.k, time * table.degree)
+    setup = float(table.setup.min())
+    return float(best @ counts) <= instance.devices.count * (C - setup) * (1 + TOLERANCE)
+
+
+def pigeonhole_fits(instance: Instance, table: Modes, counts: np.ndarray, C: float) -> bool:
+    """Say whether the numbers of jobs fit: for each prefix of the heaviest classes, groups hold whole jobs
+    only.
+
+    Within C a group of degree d completes at most ⌊(C − setup_d) / u_d⌋ jobs of a set whose lightest needs
+    u_d; the devices split into groups of any degrees so as to complete the most.
+    """
+    time, _, _ = group_work(instance, table, C)
+    K, G = len(counts), instance.devices.count
+    per_degree = {}
+    for d in instance.degrees:
+        own = np.full(K, np.inf)
+        at = table.degree == d
+        np.minimum.at(own, table.k[at], time[at])
+        setup = instance.load_seconds(d) + instance.cost.compile_s
+        per_degree[d] = (own, setup)
+    weight = np.minimum.reduce([own * d for d, (own, _) in per_degree.items()])
+    if not np.isfinite(weight).all():
+        return False
+    order = np.argsort(-weight, kind="stable")
+    total = np.cumsum(counts[order])
+    capacity = {}
+    for d, (own, setup) in per_degree.items():
+        lightest = np.minimum.accumulate(own[order])
+        capacity[d] = np.floor(np.maximum(C - setup, 0.0) / lightest * (1 + TOLERANCE))
+    most = np.zeros(K)
+    left = np.full(K, float(G))
+    # devices in groups of powers of two: try each degree as the largest used, fill the rest with the best
+    # below it
+    best_each: dict[int, np.ndarray] = {}
+    for d in sorted(capacity):
+        halves = best_each[d // 2] * 2 if d // 2 in best_each else np.zeros(K)
+        best_each[d] = np.maximum(capacity[d], halves)
+    for d in sorted(best_each, reverse=True):
+        whole = np.floor(left / d)
+        most += whole * best_each[d]
+        left -= whole * d
+    return bool((total <= most).all())
+
+
+def lower_bound(instance: Instance) -> tuple[float, str]:
+    """Return the largest of the three bounds in seconds, and its name: longest, lp or pigeonhole."""
+    table = modes(instance)
+    counts = np.array([n for _, n in instance.counts], dtype=float)
+    longest_s = longest(instance, table)
+    bounds = {"longest": longest_s}
+    for name, test in (("lp", work_fits), ("pigeonhole", pigeonhole_fits)):
+        low = max(bounds.values())
+        if test(instance, table, counts, low):
+            continue
+        high = 2 * low
+        while not test(instance, table, counts, high):
+            low, high = high, 2 * high
+        while high - low > 1e-6 * low:
+            middle = (low + high) / 2
+            low, high = (low, middle) if test(instance, table, counts, middle) else (middle, high)
+        bounds[name] = low
+    kind = max(bounds, key=lambda name: bounds[name])
+    return bounds[kind], kind

@@ -1,0 +1,104 @@
+"""Device types and counts: what `--devices 8xA100-40GB` means."""
+
+import re
+from dataclasses import dataclass
+
+from planner.errors import PlanError
+
+GB = 10**9
+GiB = 2**30
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """Describe one device type: memory in bytes, the share of it a step may use, devices a host, attention
+    kernel.
+    """
+
+    name: str
+    memory_bytes: int
+    usable: float = 0.92  # the rest: CUDA context, NCCL buffers, fragmentation
+    node_size: int = 8
+    attention: str = "cudnn"
+    max_degree: int = 8
+    cores: int = 0  # of a CPU
+
+    @property
+    def limit_bytes(self) -> int:
+        """Return the bytes a step may use on each device."""
+        return int(self.memory_bytes * self.usable)
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Hold a number of equal devices."""
+
+    spec: DeviceSpec
+    count: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.count <= 100_000:
+            raise PlanError(f"{self.count} devices: the count must be between 1 and 100000")
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Return the sizes a device group may have: powers of two within a host and within the count."""
+        top = min(self.count, self.spec.max_degree, self.spec.node_size)
+        return tuple(2**i for i in range(top.bit_length()) if 2**i <= top)
+
+
+# Memory as nvidia-smi reports it (MiB · 2^20), rounded down.
+DEVICES = {
+    spec.name: spec
+    for spec in (
+        DeviceSpec("A100-40GB", 40_960 * 2**20),
+        DeviceSpec("A100-80GB", 81_920 * 2**20),
+        DeviceSpec("H100", 81_559 * 2**20),
+        DeviceSpec("H200", 143_771 * 2**20),
+        DeviceSpec("B200", 183_359 * 2**20),
+        DeviceSpec("A10", 23_028 * 2**20),
+        DeviceSpec("L40S", 46_068 * 2**20),
+        DeviceSpec("RTX4090", 24_564 * 2**20),
+        DeviceSpec("RTX5090", 32_607 * 2**20),
+    )
+}
+ALIASES = {
+    "A100": "A100-40GB", "A100-40": "A100-40GB", "A100-80": "A100-80GB", "H100-80GB": "H100", "H200-141GB": "H200",
+    "A10-24GB": "A10", "A10G": "A10", "RTX-4090": "RTX4090", "4090": "RTX4090", "RTX-5090": "RTX5090", "5090": "RTX5090",
+}  # fmt: skip
+
+
+def device_spec(name: str) -> DeviceSpec:
+    """Return a device type by name, in any letter case.
+
+    Raises:
+        PlanError: the name is not known; the message lists those that are.
+    """
+    key = name.strip().upper().replace("_", "-").replace(" ", "-").removeprefix("NVIDIA-")
+    if key.startswith("CPU"):
+        match = re.fullmatch(r"CPU(?:-(\d+(?:\.\d+)?)GI?B)?", key)
+        if match:
+            return cpu_device(int(float(match.group(1) or 16) * GB)).spec
+    key = ALIASES.get(key, key)
+    if key not in DEVICES:
+        raise PlanError(f"device {name!r} is not known; allowed: {', '.join(DEVICES)}, or cpu-16GB")
+    return DEVICES[key]
+
+
+def devices(text: str) -> Devices:
+    """Parse `8xA100-40GB`, `H200` or `cpu-16GB` into devices.
+
+    Raises:
+        PlanError: the text has another form, or names an unknown device.
+    """
+    match = re.fullmatch(r"\s*(?:(\d+)\s*[xX×*]\s*)?([A-Za-z0-9][\w .-]*?)\s*", text)
+    if not match:
+        raise PlanError(f"devices {text!r}: write COUNTxTYPE, for example 8xA100-40GB, or cpu-16GB")
+    return Devices(device_spec(match.group(2)), int(match.group(1) or 1))
+
+
+def cpu_device(memory_bytes: int, cores: int = 1) -> Devices:
+    """Make a plan's device from this machine's memory: the limit is four fifths of it, one device in all."""
+    if memory_bytes < 64 * 2**20:
+        raise PlanError(f"{memory_bytes} bytes of memory: too little to train anything")
+    return Devices(DeviceSpec("cpu", memory_bytes, 0.8, 1, "xla", 1, cores), 1)

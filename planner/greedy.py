@@ -1,0 +1,162 @@
+"""Our greedy: jobs in a line, sorted by what they can share, cut into equal device loads.
+
+For a target time C every group takes the longest run of jobs that it finishes within C; a bisection finds the
+least C for which the devices suffice. Lines sorted in several ways and every degree are tried, and mixtures
+of degrees by a shortest path over the line where it is short.
+"""
+
+from collections.abc import Callable
+from itertools import accumulate
+
+from planner.groups import Group, Solution, makespan, split_group
+from planner.instance import Counts, Instance
+
+PRECISE = 1e-3  # relative width at which the bisection stops
+MIXED_JOBS = 200  # the longest line on which mixtures of degrees are searched
+
+
+class Line:
+    """Hold the jobs in one order: classes with their counts, addressed by position."""
+
+    def __init__(self, instance: Instance, order: list[int]) -> None:
+        self.instance = instance
+        self.order = order
+        self.ends = list(accumulate(len(instance.members[k]) for k in order))
+        self.n = self.ends[-1]
+        starts = [0, *self.ends[:-1]]
+        self.class_at = [
+            i for i, (a, b) in enumerate(zip(starts, self.ends, strict=True)) for _ in range(b - a)
+        ]
+
+    def items(self, i: int, j: int) -> Counts:
+        """Return the jobs at positions i to j as counts, in the line's order."""
+        out = []
+        while i < j:
+            at = self.class_at[i]
+            upto = min(j, self.ends[at])
+            out.append((self.order[at], upto - i))
+            i = upto
+        return tuple(out)
+
+    def group(self, i: int, j: int, degree: int) -> Group | None:
+        """Return the best group for the jobs at positions i to j."""
+        return split_group(self.instance, self.items(i, j), degree)
+
+    def furthest(self, i: int, degree: int, C: float, guess: int) -> int:
+        """Return the largest j such that jobs i to j finish within C on one group; i where none does."""
+
+        def within(j: int) -> bool:
+            group = self.group(i, j, degree)
+            return group is not None and group.seconds <= C
+
+        low, step = i, max(1, guess)
+        high = min(self.n, i + step)
+        while within(high):
+            low = high
+            if high == self.n:
+                return high
+            high = min(self.n, high + max(1, step // 4))
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if within(middle) else (low, middle)
+        return low
+
+
+def orders(instance: Instance) -> list[list[int]]:
+    """Return orders of the classes: length first, then batch or rank or length of run first."""
+    jobs = instance.classes
+    keys: list[Callable[[int], tuple]] = [
+        lambda k: (jobs[k].row_tokens, jobs[k].data, jobs[k].batch_size, jobs[k].bucket, jobs[k].rows),
+        lambda k: (jobs[k].row_tokens, jobs[k].data, jobs[k].bucket, jobs[k].batch_size, jobs[k].rows),
+        lambda k: (jobs[k].row_tokens, jobs[k].data, jobs[k].rows, jobs[k].bucket, jobs[k].batch_size),
+        lambda k: (jobs[k].batch_size, jobs[k].row_tokens, jobs[k].data, jobs[k].bucket, jobs[k].rows),
+        lambda k: (jobs[k].bucket, jobs[k].row_tokens, jobs[k].batch_size, jobs[k].rows),
+    ]
+    out: list[list[int]] = []
+    for key in keys:
+        order = sorted(range(len(jobs)), key=lambda k: (*key(k), k))
+        if order not in out:
+            out.append(order)
+    return out
+
+
+def cut(line: Line, degree: int, C: float, limit: int) -> Solution | None:
+    """Cut a line into at most `limit` groups of a degree, each within C; None where they do not suffice."""
+    solution: Solution = []
+    i, guess = 0, max(1, line.n // limit)
+    while i < line.n:
+        if len(solution) == limit:
+            return None
+        j = line.furthest(i, degree, C, guess)
+        group = line.group(i, j, degree) if j > i else None
+        if group is None:
+            return None
+        solution.append(group)
+        i, guess = j, j - i
+    return solution
+
+
+def cut_mixed(line: Line, degrees: tuple[int, ...], C: float, count: int) -> Solution | None:
+    """Cut a line into groups of any degrees on `count` devices, each within C: a shortest path in devices."""
+    best: list[tuple[int, int, Group | None] | None] = [None] * (line.n + 1)
+    best[0] = (0, -1, None)
+    for i in range(line.n):
+        here = best[i]
+        if here is None:
+            continue
+        for d in degrees:
+            used = here[0] + d
+            if used > count:
+                break
+            j = line.furthest(i, d, C, max(1, line.n * d // count))
+            there = best[j]
+            if j > i and (there is None or used < there[0]):
+                best[j] = (used, i, line.group(i, j, d))
+    if best[line.n] is None:
+        return None
+    solution: Solution = []
+    at = line.n
+    while at > 0:
+        step = best[at]
+        assert step is not None and step[2] is not None
+        solution.append(step[2])
+        at = step[1]
+    return solution[::-1]
+
+
+def bisect(attempt: Callable[[float], Solution | None], low: float, high: Solution) -> Solution:
+    """Return a solution whose makespan is within PRECISE of the least for which `attempt` succeeds."""
+    best = high
+    while makespan(best) > low * (1 + PRECISE):
+        C = (low + makespan(best)) / 2
+        found = attempt(C)
+        if found is None:
+            low = C
+        elif makespan(found) < makespan(best):
+            best = found
+        else:
+            break
+    return best
+
+
+def greedy(instance: Instance, low: float = 0.0) -> Solution:
+    """Return the best cut over orders and degrees; `low` is a lower bound on the makespan."""
+    count = instance.devices.count
+    best: Solution | None = None
+    for order in orders(instance):
+        line = Line(instance, order)
+        for d in instance.degrees:
+            groups = count // d
+            target = makespan(best) * (1 - PRECISE) if best else 1e15
+            start = cut(line, d, target, groups)
+            if start is not None:
+                best = bisect(lambda C, line=line, d=d, groups=groups: cut(line, d, C, groups), low, start)  # type: ignore[misc]
+        if line.n <= MIXED_JOBS and len(instance.degrees) > 1 and best:
+            degrees = instance.degrees
+            start = cut_mixed(line, degrees, makespan(best) * (1 - PRECISE), count)
+            if start is not None:
+                best = bisect(
+                    lambda C, line=line, degrees=degrees: cut_mixed(line, degrees, C, count), low, start
+                )  # type: ignore[misc]
+    assert best is not None  # every job fits some degree alone, and a group takes any number of packs
+    return best

@@ -1,0 +1,81 @@
+"""Device groups and whole solutions: a group runs packs one after another; a solution is a list of groups."""
+
+from typing import NamedTuple
+
+from planner.instance import Counts, Instance
+from planner.pack import Choice, choose_pack, group_seconds
+
+SPLIT_CLASSES = 8  # a set of more classes is split only where data or batch sizes change
+
+
+class Group(NamedTuple):
+    """Hold the packs of one device group of a degree, in order, and the seconds they take."""
+
+    degree: int
+    packs: tuple[Choice, ...]
+    seconds: float
+
+
+Solution = list[Group]
+
+
+def makespan(solution: Solution) -> float:
+    """Return the time of the slowest group."""
+    return max((group.seconds for group in solution), default=0.0)
+
+
+def make_group(instance: Instance, degree: int, parts: list[Counts]) -> Group | None:
+    """Make a group from the jobs of each of its packs; None where a pack does not fit."""
+    packs = [choose_pack(instance, counts, degree) for counts in parts if counts]
+    if any(pack is None for pack in packs):
+        return None
+    chosen = [pack for pack in packs if pack is not None]
+    return Group(degree, tuple(chosen), group_seconds(instance, chosen))
+
+
+def split_group(instance: Instance, items: Counts, degree: int) -> Group | None:
+    """Run a line of jobs on one group: split it into consecutive packs for the least time (dynamic
+    programming).
+
+    `items` keeps the caller's order of classes, which decides where a split may come.
+    """
+    key = ("group", items, degree)
+    if key in instance.cache:
+        return instance.cache[key]
+    cuts = _cuts(instance, items)
+    compile_s = instance.cost.compile_s
+    best: list[tuple[float, tuple[Choice, ...]] | None] = [(0.0, ())] + [None] * (len(cuts) - 1)
+    for j in range(1, len(cuts)):
+        for i in range(j):
+            head = best[i]
+            if head is None:
+                continue
+            pack = choose_pack(instance, tuple(sorted(items[cuts[i] : cuts[j]])), degree)
+            if pack is None:
+                continue
+            seconds = head[0] + compile_s + pack.run_s
+            current = best[j]
+            if current is None or seconds < current[0]:
+                best[j] = (seconds, (*head[1], pack))
+    end = best[-1]
+    group = None if end is None else Group(degree, end[1], group_seconds(instance, list(end[1])))
+    instance.cache[key] = group
+    return group
+
+
+def _cuts(instance: Instance, items: Counts) -> list[int]:
+    """Return the places in a line of classes where packs may be split, both ends included."""
+    if len(items) <= SPLIT_CLASSES:
+        return list(range(len(items) + 1))
+
+    def kind(k: int, fine: bool) -> tuple:
+        job = instance.classes[k]
+        return (job.row_tokens, job.max_row_tokens, job.bucket) + ((job.batch_size,) if fine else ())
+
+    for fine in (True, False):
+        changes = [i for i in range(1, len(items)) if kind(items[i][0], fine) != kind(items[i - 1][0], fine)]
+        if len(changes) < SPLIT_CLASSES:
+            break
+    else:
+        changes = changes[:: -(-len(changes) // SPLIT_CLASSES)]
+    return [0, *changes, len(items)]

@@ -1,0 +1,186 @@
+"""The planning problem in the form the solvers work on: classes of interchangeable jobs, and cached
+coefficients.
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from planner.devices import Devices
+from planner.errors import PlanError
+from planner.memory import HEAD_CHUNK, StepShape, memory_terms, step_memory
+from planner.signature import POLICIES, batch_divisor, length_bucket, union_targets
+from planner.specs import PRECISION_BYTES, JobSpec, ModelShape
+from planner.time import CostModel, StepCost
+
+Counts = tuple[
+    tuple[int, int], ...
+]  # (class, number of its jobs), sorted by class: a set of jobs up to exchange
+
+
+class Need(NamedTuple):
+    """Hold what a set of jobs asks of its pack's program, before J, m and policy are chosen."""
+
+    divisor: int
+    bucket: int
+    S_max: int
+    S: float
+    optimizer: str
+    targets: frozenset[str] | None
+
+
+@dataclass
+class Instance:
+    """Hold one planning problem; it grows caches as solvers ask, its inputs never change."""
+
+    jobs: list[JobSpec]
+    shape: ModelShape
+    devices: Devices
+    precision: str
+    cost: CostModel
+    max_slots: int = 256
+    policies: tuple[str, ...] = POLICIES
+    classes: list[JobSpec] = field(default_factory=list)
+    members: list[list[str]] = field(default_factory=list)
+    cache: dict = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.precision not in PRECISION_BYTES:
+            raise PlanError(f"precision {self.precision!r}; allowed is {', '.join(PRECISION_BYTES)}")
+        groups: dict[tuple, list[JobSpec]] = {}
+        for job in self.jobs:
+            groups.setdefault(job.shape_key(), []).append(job)
+        order = sorted(groups, key=lambda k: (k[1], k[2], k[0], k[4], k[3], k[5], repr(k[6:])))
+        self.classes = [groups[key][0] for key in order]
+        self.members = [sorted(job.job_id for job in groups[key]) for key in order]
+
+    @property
+    def n_jobs(self) -> int:
+        """Count the jobs."""
+        return len(self.jobs)
+
+    @property
+    def limit(self) -> int:
+        """Return the bytes a step may use on each device."""
+        return self.devices.spec.limit_bytes
+
+    @cached_property
+    def counts(self) -> Counts:
+        """Return all jobs as counts of classes."""
+        return tuple((k, len(ids)) for k, ids in enumerate(self.members))
+
+    @cached_property
+    def degrees(self) -> tuple[int, ...]:
+        """Return the group sizes on which every job fits alone.
+
+        Raises:
+            PlanError: some job fits no group; the message says what would.
+        """
+        return (
+            tuple(
+                d
+                for d in self.devices.degrees
+                if all(self.fits_alone(k, d) for k in range(len(self.classes)))
+            )
+            or self._nothing_fits()
+        )
+
+    def fits_alone(self, k: int, degree: int) -> bool:
+        """Say whether one job of a class can run by itself, at m = 1, on a group of this degree."""
+        need = self.need(((k, 1),))
+        return any(self.slot_limit(degree, 1, policy, need) >= 1 for policy in self.policies)
+
+    def _nothing_fits(self) -> tuple[int, ...]:
+        spec, count = self.devices.spec, self.devices.count
+        worst = max(range(len(self.classes)), key=lambda k: self.least_memory(k, 1, self.precision))
+        job = self.classes[worst]
+        head = (
+            f"{self.shape.name} in {self.precision} with job {job.job_id} (rank {job.rank}, {job.max_row_tokens} tokens) "
+            f"needs {self.least_memory(worst, self.devices.degrees[-1], self.precision) / 2**30:.1f} GiB on each of "
+            f"{self.devices.degrees[-1]} {spec.name}, which may use {self.limit / 2**30:.1f} GiB"
+        )
+        advice = []
+        for d in (2, 4, 8, 16, 32, 64):
+            if d > count and self.least_memory(worst, d, self.precision) <= self.limit:
+                advice.append(f"{d} devices would hold it")
+                break
+        for precision in ("bf16", "int8", "nf4"):
+            if PRECISION_BYTES[precision] < PRECISION_BYTES[self.precision] and (
+                self.least_memory(worst, self.devices.degrees[-1], precision) <= self.limit
+            ):
+                advice.append(f"precision {precision} would fit")
+                break
+        raise PlanError(head + "; " + (" or ".join(advice) or "shorten max_length, or use larger devices"))
+
+    def least_memory(self, k: int, degree: int, precision: str) -> int:
+        """Return the bytes a device needs for one job of a class alone under the thriftiest policy."""
+        need = self.need(((k, 1),))
+        step = StepShape(degree, 1, 1, need.S_max, need.bucket, "layer", need.optimizer, need.targets)
+        return step_memory(self.shape, step, precision, self.cost.memory, self.devices.spec.attention)
+
+    def need(self, counts: Counts) -> Need:
+        """Return what a set of jobs asks of one pack's program."""
+        jobs = [self.classes[k] for k, _ in counts]
+        S = max(job.row_tokens for job in jobs) * (1 + self.cost.padding)
+        S_max = max(length_bucket(job.max_row_tokens) for job in jobs)
+        if len({job.data for job in jobs}) > 1:
+            S = min(S * (1 + self.cost.mixed_padding), max(float(S_max), S))
+        return Need(
+            batch_divisor(jobs),
+            max(job.bucket for job in jobs),
+            S_max,
+            S,
+            "adamw" if any(job.optimizer == "adamw" for job in jobs) else "sgd",
+            union_targets(jobs),
+        )
+
+    def memory(self, degree: int, J: int, m: int, policy: str, need: Need) -> int:
+        """Predict the bytes of a packed step on each device."""
+        step = StepShape(degree, J, m, need.S_max, need.bucket, policy, need.optimizer, need.targets)
+        return step_memory(self.shape, step, self.precision, self.cost.memory, self.devices.spec.attention)
+
+    def slot_limit(self, degree: int, m: int, policy: str, need: Need) -> int:
+        """Return the largest J whose step fits the memory limit; 0 where none does.
+
+        Memory is affine in J but for the logits, which stop growing at a chunk: both pieces are solved.
+        """
+        key = ("slots", degree, m, policy, need.bucket, need.S_max, need.optimizer, need.targets)
+        if key not in self.cache:
+            step = StepShape(degree, 1, m, need.S_max, need.bucket, policy, need.optimizer, need.targets)
+            model = self.cost.memory
+            terms = memory_terms(self.shape, step, self.precision, self.devices.spec.attention)
+            bytes_of = {name: getattr(model, name) * value for name, value in terms.items()}
+            room = self.limit / (1 + model.margin) - model.fixed_bytes - bytes_of["weights"] - 2
+            slot = sum(value for name, value in bytes_of.items() if name not in ("weights", "logits"))
+            tokens = m * need.S_max / degree
+            logit = model.logits * 12.0 * self.shape.vocab_size
+            whole = int((room - logit * HEAD_CHUNK) // slot)
+            if whole * tokens >= HEAD_CHUNK:
+                self.cache[key] = whole
+            else:
+                self.cache[key] = max(0, min(int(room // (slot + logit * tokens)), int(HEAD_CHUNK // tokens)))
+        return min(self.cache[key], self.max_slots)
+
+    def step_cost(self, degree: int, policy: str, need: Need) -> StepCost:
+        """Return the time coefficients of a pack's step."""
+        key = ("cost", degree, policy, need.S, need.targets)
+        if key not in self.cache:
+            self.cache[key] = self.cost.step_cost(
+                self.shape, degree, policy, self.precision, need.S, need.targets
+            )
+        return self.cache[key]
+
+    def eval_seconds(self, degree: int, k: int) -> float:
+        """Return the time to score and export one job of a class."""
+        key = ("eval", degree, k)
+        if key not in self.cache:
+            job = self.classes[k]
+            cost = self.cost.step_cost(
+                self.shape, degree, "none", self.precision, job.row_tokens, job.targets
+            )
+            self.cache[key] = self.cost.eval_seconds(cost, job.eval_tokens)
+        return self.cache[key]
+
+    def load_seconds(self, degree: int) -> float:
+        """Return the time to bring the base onto a group."""
+        return self.cost.load_seconds(self.shape, degree, self.precision)
