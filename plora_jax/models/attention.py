@@ -1,0 +1,94 @@
+"""Causal attention within the examples of packed sequences, by XLA or by cuDNN, as the configuration says."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
+
+from plora_jax.errors import UserError
+from plora_jax.models.config import ModelConfig
+
+FULL = jnp.iinfo(jnp.int32).max  # the window of a layer without one
+
+
+def visible(rows: Int32[Array, "B S"], segments: bool) -> Bool[Array, "#B S S"]:
+    """Tell which keys (last axis) each query may see: not later, and of the same example.
+
+    Padding (row -1) sees padding alone, so no query is without a key and no softmax is NaN. Without `segments`
+    every sequence holds one example with its padding at the end, and causality alone keeps padding out.
+    """
+    index = jnp.arange(rows.shape[-1])
+    causal = (index[:, None] >= index[None, :])[None]  # [1, S, S]
+    return causal & (rows[:, :, None] == rows[:, None, :]) if segments else causal
+
+
+def attend(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    seen: Bool[Array, "#B S S"],
+    window: Int32[Array, ""] | None,
+    config: ModelConfig,
+    implementation: str,
+) -> Float[Array, "B S N H"]:
+    """Attend with grouped heads; `window` is this layer's (None: no layer of the model has one that matters).
+
+    Scores and softmax are at least float32. Under vmap every job's sequences are folded into the batch axis.
+    """
+    if implementation == "cudnn":
+        return _attend_cudnn(q, k, v, seen, window, config)
+    return _attend_xla(q, k, v, seen, window, config)
+
+
+def _attend_xla(
+    q: Array, k: Array, v: Array, seen: Array, window: Array | None, config: ModelConfig
+) -> Array:
+    B, S, N, H = q.shape
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    q = q.reshape(B, S, k.shape[2], -1, H)  # [B, S, K, N/K, H]
+    scores = jnp.einsum("bskgh,btkh->bkgst", q, k, preferred_element_type=wide) * config.attn_scale
+    if config.attn_softcap:
+        scores = config.attn_softcap * jnp.tanh(scores / config.attn_softcap)
+    if window is not None:
+        index = jnp.arange(S)
+        seen = seen & (index[:, None] - index[None, :] < window)
+    scores = jnp.where(seen[:, None, None], scores, jnp.finfo(wide).min)  # [B, K, N/K, S, S]
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum("bkgst,btkh->bskgh", weights, v).reshape(B, S, N, H)
+
+
+def _attend_cudnn(
+    q: Array, k: Array, v: Array, seen: Array, window: Array | None, config: ModelConfig
+) -> Array:
+    B, S, N, _ = q.shape
+    # Under vmap jax reshapes the mask to [J·B, N, S, S], so it must have all heads; without segments there is none.
+    mask = None if seen.shape[0] == 1 < B else jnp.broadcast_to(seen[:, None], (B, N, S, S))
+
+    def flash(local: int | None) -> Array:
+        return jax.nn.dot_product_attention(
+            q,
+            k,
+            v,
+            mask=mask,
+            is_causal=True,
+            scale=config.attn_scale,
+            local_window_size=None if local is None else (local - 1, 0),
+            implementation="cudnn",
+        )
+
+    widths = {w for w in config.layer_window if 0 < w < S}
+    if window is None or not widths:
+        return flash(None)
+    (width,) = widths  # cuDNN wants it static; every family has one width
+    return jax.lax.cond(window < S, lambda: flash(width), lambda: flash(None))
+
+
+def check_attention(config: ModelConfig, implementation: str) -> None:
+    """Raise `UserError` when this model cannot run with this implementation, before anything is compiled."""
+    if implementation not in ("xla", "cudnn"):
+        raise UserError(f"attention must be xla or cudnn, found {implementation!r}")
+    if implementation == "cudnn" and config.attn_softcap:
+        raise UserError(f"attention cudnn has no softcap, which {config.family} needs: use xla")
+    if implementation == "cudnn" and (config.head_dim > 256 or config.head_dim % 8):
+        raise UserError(
+            f"attention cudnn needs a head size ≤ 256 divisible by 8, found {config.head_dim}: use xla"
+        )

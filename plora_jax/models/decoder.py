@@ -1,0 +1,275 @@
+"""The decoder-only transformer, written for one job; `jax.vmap` over adapters and tokens makes the pack.
+
+Every family is this code under other flags of `ModelConfig`. Weights are frozen and stacked over layers [L, …];
+`lax.scan` runs the layers, so compile time does not grow with depth. Axes: B sequences, S positions, D model,
+N heads, K key/value heads, H head size, V vocabulary, R rank.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from pallas_kernels import lora_dense_group
+from plora_jax.dropout import Dropout, dropout_mask
+from plora_jax.models.attention import FULL, attend, check_attention, visible
+from plora_jax.models.config import SOURCES, ModelConfig
+from plora_jax.models.rope import Rope, frequencies
+from plora_jax.models.table import norm_keys
+
+ACTIVATION = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
+
+
+class LoRA(NamedTuple):
+    """Hold one site's adapter of one job, all layers: y += scale · B A x."""
+
+    a: Float32[Array, "L R d_in"]
+    b: Float32[Array, "L d_out R"]
+    scale: Float32[Array, " L"]
+
+
+Adapters = dict[str, LoRA]  # by Site.name; a site without an adapter is absent
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Choose how the model runs; nothing here changes what it computes beyond rounding.
+
+    attention: xla anywhere, cudnn on NVIDIA in bf16 or fp16.
+    recompute: what backward computes again: none, all but the matrix products (dots), or the whole layer.
+    dtype: of activations, and of weights as they are used.
+    precision: of matrix products; "highest" keeps float32 on GPUs that would use TF32.
+    segments: False promises one example per sequence, its padding at the end, and spares the mask.
+    """
+
+    attention: Literal["xla", "cudnn"] = "xla"
+    recompute: Literal["none", "dots", "layer"] = "none"
+    dtype: Any = jnp.float32
+    precision: Literal["highest"] | None = None
+    segments: bool = True
+
+
+class Flow(NamedTuple):
+    """Carry what every layer reads besides its input: rotations, visibility, the dropout of its adapters."""
+
+    cos: Float[Array, "P B S h"]  # one table a distinct rope, h = rotary features / 2
+    sin: Float[Array, "P B S h"]
+    seen: Bool[Array, "#B S S"]
+    mask: Callable[[Array, str], Array] | None  # (layer, source) -> [B, S, d_in]
+
+
+class Which(NamedTuple):
+    """Tell a layer which one it is."""
+
+    layer: Int32[Array, ""]
+    rope: Int32[Array, ""]
+    window: Int32[Array, ""] | None
+
+
+class Linear(nnx.Module):
+    """Hold the frozen weights of one site."""
+
+    def __init__(self, stack: tuple[int, ...], d_in: int, d_out: int, bias: bool, dtype: Any):
+        self.w = nnx.Param(jnp.zeros((*stack, d_in, d_out), dtype))
+        self.bias = nnx.Param(jnp.zeros((*stack, d_out), dtype)) if bias else None
+
+
+class Norm(nnx.Module):
+    """Scale to unit root mean square over the last axis, in float32 at least (RMSNorm)."""
+
+    def __init__(self, stack: tuple[int, ...], size: int, eps: float, offset: float, dtype: Any):
+        self.eps, self.offset = eps, offset
+        self.weight = nnx.Param(jnp.full((*stack, size), 1.0 - offset, dtype))
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        h = x.astype(wide)
+        h = h * jax.lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + self.eps)
+        return (h * (self.offset + self.weight[...].astype(wide))).astype(x.dtype)
+
+
+class Layer(nnx.Module):
+    """Hold one layer, or with `stack` = (L,) all of them; `__call__` is for one."""
+
+    def __init__(self, config: ModelConfig, stack: tuple[int, ...], dtype: Any):
+        self.config = config
+        for site in config.sites:
+            setattr(self, site.name, Linear(stack, site.d_in, site.d_out, config.has_bias(site), dtype))
+        for name, size in norm_keys(config).values():
+            setattr(self, name, Norm(stack, size, config.norm_eps, config.norm_offset, dtype))
+
+    def __call__(
+        self, x: Float[Array, "B S D"], adapters: Adapters, flow: Flow, which: Which, runtime: Runtime
+    ) -> Float[Array, "B S D"]:
+        c = self.config
+        project = partial(self.project, adapters=adapters, flow=flow, which=which)
+
+        h = self.attn_pre(x) if c.pre_norm else x
+        q, k, v = _parts(project("attn_in", h), (c.n_heads, c.n_kv_heads, c.n_kv_heads), c.head_dim)
+        q, k = self.norm_qk(q, k)
+        q, k = (rotate(t, flow.cos[which.rope], flow.sin[which.rope]) for t in (q, k))
+        h = attend(q, k, v, flow.seen, which.window, c, runtime.attention)  # [B, S, N, H]
+        (h,) = project("attn_out", checkpoint_name(h.reshape(*x.shape[:2], -1), "attention"))
+        x = x + (self.attn_post(h) if c.post_norm else h)
+
+        h = self.mlp_pre(x) if c.pre_norm else x
+        gate, up = _parts(project("mlp_in", h), (1, 1), c.d_ff)
+        h = (ACTIVATION[c.activation](gate) * up)[..., 0, :]  # [B, S, d_ff]
+        (h,) = project("mlp_act", h)
+        return x + (self.mlp_post(h) if c.post_norm else h)
+
+    def project(
+        self, source: str, x: Float[Array, "B S d_in"], *, adapters: Adapters, flow: Flow, which: Which
+    ) -> tuple[Float[Array, "B S d_out"], ...]:
+        """Apply the sites that read one source, each with its adapter if it has one."""
+        sites = self.config.sites_of(source)
+        linears = [getattr(self, site.name) for site in sites]
+        lora = tuple(adapters.get(site.name) for site in sites)
+        mask = flow.mask(which.layer, source) if flow.mask and any(a is not None for a in lora) else None
+        ys = lora_dense_group(
+            x,
+            tuple(linear.w[...].astype(x.dtype) for linear in linears),
+            lora,
+            biases=tuple(None if l.bias is None else l.bias[...].astype(x.dtype) for l in linears),
+            mask=mask,
+        )
+        return tuple(checkpoint_name(y, source) for y in ys)
+
+    def norm_qk(self, q: Float[Array, "B S N H"], k: Float[Array, "B S K H"]) -> tuple[Array, Array]:
+        """Normalise queries and keys over each head, or over all heads at once, where the family does."""
+        if self.config.qk_norm == "none":
+            return q, k
+        if self.config.qk_norm == "head":
+            return self.q_norm(q), self.k_norm(k)
+        flat = [t.reshape(*t.shape[:2], -1) for t in (q, k)]
+        return self.q_norm(flat[0]).reshape(q.shape), self.k_norm(flat[1]).reshape(k.shape)
+
+
+class Decoder(nnx.Module):
+    """Run a frozen base model with one job's adapters.
+
+    `hidden` gives the states after the final norm and `logits` applies the head, so that a caller may compute
+    logits at trained positions alone.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: Any = jnp.float32):
+        self.config = config
+        self.embed = nnx.Param(jnp.zeros((config.vocab_size, config.d_model), dtype))
+        self.layers = Layer(config, (config.n_layers,), dtype)
+        self.norm = Norm((), config.d_model, config.norm_eps, config.norm_offset, dtype)
+        self.head = None if config.tied else nnx.Param(jnp.zeros((config.vocab_size, config.d_model), dtype))
+
+    def hidden(
+        self,
+        tokens: Int32[Array, "B S"],
+        positions: Int32[Array, "B S"],
+        rows: Int32[Array, "B S"],
+        adapters: Adapters | None = None,
+        dropout: Dropout | None = None,
+        *,
+        runtime: Runtime = Runtime(),
+    ) -> Float[Array, "B S D"]:
+        """Compute the states after the final norm, in `runtime.dtype`.
+
+        Args:
+            tokens: ids below the vocabulary size.
+            positions: position within the example; restarts at 0 for each example of a sequence.
+            rows: the example that each token belongs to, -1 for padding. Tokens of one row stand together.
+            adapters: this job's; None runs the base model.
+            dropout: of the adapters' input; None compiles none of it.
+
+        Raises:
+            UserError: `runtime.attention` cannot serve this model.
+        """
+        c = self.config
+        check_attention(c, runtime.attention)
+        S = tokens.shape[-1]
+        cos, sin = zip(*(rotations(rope, positions, rows, runtime.dtype) for rope in c.ropes), strict=True)
+        draw = None
+        if dropout is not None:
+            width = {site.source: site.d_in for site in c.sites}
+
+            def draw(layer: Array, source: str) -> Array:
+                return dropout_mask(dropout, layer, SOURCES.index(source), rows, positions, width[source])
+
+        flow = Flow(jnp.stack(cos), jnp.stack(sin), visible(rows, runtime.segments), draw)
+        windows = None
+        if any(0 < w < S for w in c.layer_window):
+            windows = jnp.asarray([w or FULL for w in c.layer_window], jnp.int32)
+        which = Which(jnp.arange(c.n_layers), jnp.asarray(c.layer_rope, jnp.int32), windows)
+        graphdef, stacked = nnx.split(self.layers)
+
+        def layer(x: Array, xs: tuple[nnx.State, Adapters, Which]) -> tuple[Array, None]:
+            state, lora, this = xs
+            return nnx.merge(graphdef, state)(x, lora, flow, this, runtime), None
+
+        with jax.default_matmul_precision(runtime.precision):
+            x = self.embed[...][tokens].astype(runtime.dtype)  # [B, S, D]
+            x = x * jnp.asarray(c.embed_scale, x.dtype) if c.embed_scale != 1.0 else x
+            x, _ = jax.lax.scan(recomputing(layer, runtime.recompute), x, (stacked, adapters or {}, which))
+            return self.norm(x)
+
+    def logits(self, hidden: Float[Array, "... D"], *, runtime: Runtime = Runtime()) -> Float[Array, "... V"]:
+        """Apply the head, in float32 at least; of `runtime` only the precision counts."""
+        head = (self.embed if self.head is None else self.head)[...].astype(hidden.dtype)
+        wide = jnp.promote_types(hidden.dtype, jnp.float32)
+        with jax.default_matmul_precision(runtime.precision):
+            logits = jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=wide)
+        cap = self.config.final_softcap
+        return cap * jnp.tanh(logits / cap) if cap else logits
+
+
+def recomputing(layer: Callable[..., Any], policy: str) -> Callable[..., Any]:
+    """Wrap a layer so that backward computes again what `Runtime.recompute` says.
+
+    "dots" keeps the outputs of attention and of every site but the last, whose sum is the next layer's input.
+    """
+    if policy == "none":
+        return layer
+    names = () if policy == "layer" else ("attention", *SOURCES[:3])
+    keep = jax.checkpoint_policies.save_only_these_names(*names)
+    return jax.checkpoint(layer, policy=keep, prevent_cse=False)  # scan already keeps XLA from undoing it
+
+
+def rotations(
+    rope: Rope, positions: Int32[Array, "B S"], rows: Int32[Array, "B S"], dtype: Any
+) -> tuple[Float[Array, "B S h"], Float[Array, "B S h"]]:
+    """Compute cos and sin of every position's angles, in float32 at least.
+
+    LongRoPE takes its long factors for examples longer than the original context, each example by itself: the
+    choice must not depend on what else is in the batch (transformers decides for a whole batch).
+    """
+    wide = jnp.promote_types(dtype, jnp.float32)
+    angles = positions[..., None].astype(wide) * jnp.asarray(frequencies(rope), wide)
+    S = positions.shape[-1]
+    if rope.kind == "longrope" and rope.original < S:
+        start = jnp.clip(jnp.arange(S) - positions, 0, S - 1)  # where each token's example begins
+        ends = jax.vmap(lambda s, p: jnp.zeros(S, p.dtype).at[s].max(p)[s])(
+            start, jnp.where(rows < 0, 0, positions)
+        )
+        beyond = positions[..., None].astype(wide) * jnp.asarray(frequencies(rope, long=True), wide)
+        angles = jnp.where((ends + 1 > rope.original)[..., None], beyond, angles)
+    return jnp.cos(angles) * rope.magnitude, jnp.sin(angles) * rope.magnitude
+
+
+def rotate(x: Float[Array, "B S N H"], cos: Float[Array, "B S h"], sin: Float[Array, "B S h"]) -> Array:
+    """Rotate feature pairs (i, i + h) of each head; features from 2h on stay."""
+    h = cos.shape[-1]
+    cos, sin = cos[:, :, None], sin[:, :, None]  # [B, S, 1, h]
+    a, b, rest = x[..., :h], x[..., h : 2 * h], x[..., 2 * h :]
+    turned = (a * cos - b * sin, b * cos + a * sin)
+    return jnp.concatenate([*(t.astype(x.dtype) for t in turned), rest], axis=-1)
+
+
+def _parts(ys: tuple[Array, ...], heads: tuple[int, ...], size: int) -> list[Array]:
+    """Give each part as [B, S, heads, size], whether the checkpoint fuses the parts into one site or not."""
+    if len(ys) < len(heads):
+        edges = [sum(heads[: i + 1]) * size for i in range(len(heads) - 1)]
+        ys = tuple(jnp.split(ys[0], edges, axis=-1))
+    return [y.reshape(*y.shape[:2], n, size) for y, n in zip(ys, heads, strict=True)]

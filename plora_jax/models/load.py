@@ -1,0 +1,203 @@
+"""Load a frozen base model: from a Hugging Face directory, a hub id, a .gguf file, or with random weights."""
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Sharding
+
+from plora_jax.errors import UserError
+from plora_jax.models import gguf
+from plora_jax.models.checkpoint import Stored, check_tensors, open_directory, read_json
+from plora_jax.models.config import ModelConfig, config_from_hf
+from plora_jax.models.decoder import Decoder
+from plora_jax.models.gguf_tokenizer import tokenizer_from_gguf
+from plora_jax.models.presets import PRESETS, preset
+from plora_jax.models.table import Tensor, checkpoint_table
+
+PRECISIONS = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
+Placement = Callable[[str, tuple[int, ...]], Sharding]
+HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+
+
+@dataclass(frozen=True)
+class Base:
+    """Hold a frozen base model: what it is, how it is built, its device arrays, and its tokenizer if it has one."""
+
+    name: str
+    config: ModelConfig
+    graphdef: nnx.GraphDef
+    params: nnx.State
+    tokenizer: Any
+
+    def model(self, params: nnx.State | None = None) -> Decoder:
+        """Merge the parameters (these, or `params` as traced by a transformation) into a Decoder."""
+        return nnx.merge(self.graphdef, self.params if params is None else params)
+
+
+def load_base(
+    name: str,
+    *,
+    dtype: Any = None,
+    random_weights: bool = False,
+    precision: Literal["auto", "fp32", "bf16"] = "auto",
+    seed: int = 0,
+    placement: Placement | None = None,
+) -> Base:
+    """Load a base model, tensor by tensor, onto the device.
+
+    The model is checked from config.json before weights are fetched, and every tensor's name and shape before any
+    is read; host memory then holds one tensor at a time.
+
+    Args:
+        name: hub id, directory with config.json and safetensors, or .gguf file.
+        dtype: of the stored parameters; overrides `precision`.
+        random_weights: draw normal(0, 0.02) weights from `seed` instead; a known hub id then needs no files.
+        precision: auto is fp32 on CPU and bf16 elsewhere.
+        placement: gives the sharding of a parameter from its path ("layers.q_proj.w") and shape; default: one device.
+
+    Raises:
+        UserError: the model is not supported, not found or unreachable, or its tensors do not fit its config.json.
+    """
+    dtype = jnp.dtype(dtype or _dtype(precision))
+    config, stored, tokenizer = _sources(name, random_weights)
+    abstract = nnx.eval_shape(lambda: Decoder(config, dtype))
+    graphdef, state = nnx.split(abstract)
+    flat = nnx.to_flat_state(state)
+    arrays = {}
+    if random_weights:
+        for path, leaf in flat:
+            arrays[path] = _random(leaf, path, config, seed, _where(placement, path, leaf))
+    else:
+        check_tensors(stored, config, name)
+        for path, leaf in flat:
+            arrays[path] = _zeros(leaf.shape, leaf.dtype, _where(placement, path, leaf))
+        for key, tensor in checkpoint_table(config).items():  # in file order within a layer: disks like that
+            arrays[tensor.path] = _put(arrays[tensor.path], stored[key].read(), tensor)
+    params = nnx.from_flat_state([(path, leaf.replace(arrays[path])) for path, leaf in flat])
+    return Base(name, config, graphdef, params, tokenizer)
+
+
+def load_config(name: str) -> ModelConfig:
+    """Read what a model is, without weights: from a directory, a .gguf file, a preset, or the hub.
+
+    Raises:
+        UserError: the model is not supported, not found, or unreachable.
+    """
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        return gguf.open_gguf(path).config
+    if path.is_dir():
+        return config_from_hf(read_json(path / "config.json"), str(path / "config.json"))
+    if name in PRESETS:
+        return preset(name)
+    return config_from_hf(read_json(_hub(name, ["config.json"]) / "config.json"), f"{name}/config.json")
+
+
+def load_tokenizer(name: str) -> Any:
+    """Load a model's tokenizer, with its chat template.
+
+    Raises:
+        UserError: there is none, or the hub cannot be reached.
+    """
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        return tokenizer_from_gguf(gguf.open_gguf(path).fields, str(path))
+    path = path if path.is_dir() else _hub(name, [p for p in HUB_FILES if p != "*.safetensors"])
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, use_fast=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{name}: no tokenizer could be loaded: {str(error).splitlines()[0]}") from None
+
+
+def _sources(name: str, random_weights: bool) -> tuple[ModelConfig, dict[str, Stored], Any]:
+    config = load_config(name)
+    path = Path(name).expanduser()
+    if random_weights:
+        has_tokenizer = path.suffix == ".gguf" or (path / "tokenizer_config.json").exists()
+        return config, {}, load_tokenizer(name) if has_tokenizer else None
+    if path.suffix == ".gguf":
+        file = gguf.open_gguf(path)
+        return config, file.tensors(), tokenizer_from_gguf(file.fields, str(path))
+    directory = path if path.is_dir() else _hub(name, HUB_FILES)
+    if not path.is_dir():  # the hub's own config.json counts, not the preset's
+        config = config_from_hf(read_json(directory / "config.json"), f"{name}/config.json")
+    return config, open_directory(directory), load_tokenizer(str(directory))
+
+
+def _hub(name: str, patterns: list[str]) -> Path:
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise UserError(f"model {name!r}: no such directory or .gguf file, and not a hub id (owner/name)")
+    import httpx
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except (OSError, ValueError, HfHubHTTPError, HFValidationError, httpx.HTTPError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"model {name!r}: not a local directory, and the hub cannot give it ({reason}); "
+            "give a directory with config.json and safetensors, or a .gguf file"
+        ) from None
+
+
+def _dtype(precision: str) -> Any:
+    if precision == "auto":
+        return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    if precision not in PRECISIONS:
+        raise UserError(
+            f"precision: {precision!r} is not supported by the loader; allowed are auto, fp32, bf16"
+        )
+    return PRECISIONS[precision]
+
+
+def _where(placement: Placement | None, path: tuple[str, ...], leaf: Any) -> Sharding | None:
+    return placement(".".join(path), leaf.shape) if placement else None
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any, sharding: Sharding | None) -> jax.Array:
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
+
+
+def _put(stack: jax.Array, values: np.ndarray, tensor: Tensor) -> jax.Array:
+    """Write one checkpoint tensor into its place; the stack is donated, so it is updated where it lies."""
+    layer = 0 if tensor.layer is None else tensor.layer
+    write = _writer(tensor.layer is not None, tensor.transpose, stack.sharding)
+    return write(stack, values, layer)
+
+
+def _writer(stacked: bool, transpose: bool, sharding: Sharding) -> Callable[..., jax.Array]:
+    key = (stacked, transpose, sharding)
+    if key not in _WRITERS:
+
+        def write(stack: jax.Array, values: jax.Array, layer: jax.Array) -> jax.Array:
+            values = (values.T if transpose else values).astype(stack.dtype)
+            return jax.lax.dynamic_update_index_in_dim(stack, values, layer, 0) if stacked else values
+
+        _WRITERS[key] = jax.jit(write, donate_argnums=0, out_shardings=sharding)
+    return _WRITERS[key]
+
+
+_WRITERS: dict[tuple[bool, bool, Sharding], Callable[..., jax.Array]] = {}
+
+
+def _random(
+    leaf: Any, path: tuple[str, ...], config: ModelConfig, seed: int, sharding: Sharding | None
+) -> jax.Array:
+    key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(".".join(path).encode()) & 0x7FFFFFFF)
+
+    def draw() -> jax.Array:
+        if path[-1] == "weight":  # a norm: near 1, as trained ones are
+            return (1 - config.norm_offset + 0.02 * jax.random.normal(key, leaf.shape)).astype(leaf.dtype)
+        return (0.02 * jax.random.normal(key, leaf.shape)).astype(leaf.dtype)
+
+    return jax.jit(draw, out_shardings=sharding)()
