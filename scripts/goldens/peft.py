@@ -4,7 +4,7 @@
     python -m scripts.goldens.peft check DIR     # loads what scripts.goldens.export wrote to DIR, strictly
 
 `make` trains every setting of `tests/goldens/peft_recipe.py` with torch.optim, transformers' schedulers and
-torch's gradient clipping, and saves a PEFT adapter with its logits. `check` proves that our exported adapters and
+torch's gradient clipping, and saves PEFT adapters with their logits. `check` proves that exported adapters and
 merged models load with no missing and no unexpected key and give the logits that JAX computed.
 """
 
@@ -100,7 +100,7 @@ def train(name: str) -> tuple[dict, dict[str, np.ndarray]]:
     records: dict[str, list] = {"loss": [], "lr": [], "grad_norm": [], "tokens": []}
     for step in range(recipe.STEPS):
         batch = rows[step * size : (step + 1) * size]
-        # the loss is normalised over the whole optimizer batch; a label at position 0 has nothing that predicts it
+        # over the whole optimizer batch; a label at position 0 has nothing that predicts it
         count = sum(int(trained[1:].sum()) for _, trained in batch)
         total = 0.0
         for start in range(0, size, micro):
@@ -146,7 +146,8 @@ def make() -> None:
         logits[f"{family}_base"] = probe_logits(base_model(family))
         set_adapter(model, random_b=True)
         logits[family] = probe_logits(model)
-        print(f"{family}: the adapter moves logits by {np.abs(logits[family] - logits[f'{family}_base']).max():.2f}")
+        moved = np.abs(logits[family] - logits[f"{family}_base"]).max()
+        print(f"{family}: the adapter moves logits by {moved:.2f}")
         model.save_pretrained(GOLDENS / f"peft_made_{family}")
         (GOLDENS / f"peft_made_{family}" / "README.md").unlink()
     save_file(logits, GOLDENS / "peft_logits.safetensors")
@@ -162,7 +163,9 @@ def check(directory: Path) -> None:
             config = peft.PeftConfig.from_pretrained(folder)
             model = peft.get_peft_model(base_model(family), config).eval()
             wanted = set(peft.get_peft_model_state_dict(model))
-            tensors = {k: torch.from_numpy(v) for k, v in load_file(folder / "adapter_model.safetensors").items()}
+            tensors = {
+                k: torch.from_numpy(v) for k, v in load_file(folder / "adapter_model.safetensors").items()
+            }
             result = peft.set_peft_model_state_dict(model, tensors)
             assert wanted == set(tensors), wanted ^ set(tensors)
             assert not result.unexpected_keys, result.unexpected_keys

@@ -1,6 +1,6 @@
-"""What the PEFT oracle trains: models, rows and settings, from numpy alone, so that torch and JAX make the same.
+"""What the PEFT oracle trains: models, rows and settings, by numpy alone: torch and JAX draw the same.
 
-`scripts/goldens/peft.py` runs the settings in PEFT + torch; `tests/test_peft_oracle.py` runs them in one pack.
+`scripts/goldens/peft.py` runs the settings in PEFT + torch; `tests/test_peft_oracle.py` runs them in packs.
 """
 
 import zlib
@@ -79,7 +79,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "model": "llama", "rank": 8, "alpha": 32, "optimizer": "sgd", "momentum": 0.9, "learning_rate": 2e-2,
         "batch_size": 2, "weight_decay": 0.01,
     },
-    "qwen_plain": {"model": "qwen2", "rank": 8, "alpha": 16, "learning_rate": 2e-3, "batch_size": 2, "micro": 1},
+    "qwen_plain": {
+        "model": "qwen2", "rank": 8, "alpha": 16, "learning_rate": 2e-3, "batch_size": 2, "micro": 1,
+    },
     "patterns": {
         "model": "qwen2", "rank": 8, "alpha": 16, "learning_rate": 2e-3, "batch_size": 2,
         "rank_pattern": {"q_proj": 4, "layers.1.mlp.down_proj": 12}, "alpha_pattern": {"v_proj": 40.0},
@@ -161,7 +163,7 @@ def adapter(shapes_by_key: dict[str, tuple[int, ...]], random_b: bool = False) -
 def rows(name: str) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return a setting's rows in training order: (tokens, whether each token is a label).
 
-    Lengths vary, the first `prompt` tokens are masked, and where prompts are long some rows have no label at all.
+    Lengths vary, the first `prompt` tokens are masked; where prompts are long some rows have no label at all.
     """
     setting = DEFAULTS | SETTINGS[name]
     rng = _rng("rows", name)
