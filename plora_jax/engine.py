@@ -1,25 +1,21 @@
 """Run a sweep: read the data, plan, train pack by pack, score, rank and export."""
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from rich.console import Console
 
-from planner import Pack, Plan, render_plan
-from plora_jax.adapters import Adapter, max_rank, pad_adapter, rank_bucket, stack_adapters, stack_scales
+from planner import Pack, render_plan
+from plora_jax.adapters import Adapter
 from plora_jax.config import DataConfig, Sweep, resolved
-from plora_jax.data.choices import make_choices
-from plora_jax.data.encode import read_examples
-from plora_jax.data.examples import Examples, overlap
-from plora_jax.data.layout import total_steps
-from plora_jax.data.shapes import MAX_SHAPES, Shape, choose_shapes, split_lengths
+from plora_jax.data.examples import Examples
+from plora_jax.data.shapes import MAX_SHAPES, Shape, choose_shapes
 from plora_jax.errors import UserError
-from plora_jax.evaluate import EvalSet, Score, log_probabilities, make_eval_set, make_eval_step, score
+from plora_jax.evaluate import Score, Scorer
 from plora_jax.jobs import Job
 from plora_jax.leaderboard import Result, print_leaderboard, rank, write_leaderboard
 from plora_jax.models.config import ModelConfig
@@ -30,19 +26,13 @@ from plora_jax.planning import plan_jobs
 from plora_jax.progress import Progress
 from plora_jax.rundir import JsonLines, RunDirectory, check_unused, open_run, write_atomic, write_json
 from plora_jax.step import pack_spec
+from plora_jax.task import Task, read_task, training_rows
 from plora_jax.train import Trained, Work, train_pack
 
 STEPS_PER_SHAPE = 64  # micro-steps that make one more compiled length worth its compilation
-EVAL_TOKENS = {"cpu": 8_192, "gpu": 65_536}  # tokens scored at once, over all adapters
-
-
-@dataclass(frozen=True)
-class Task:
-    """Hold a sweep's rows, read and tokenised: training rows by the path that names them, and the held-out parts."""
-
-    train: dict[str, Examples]
-    eval: EvalSet
-    test: EvalSet | None
+TRAINING_WORK = (
+    2.0  # a trained token costs about two forward passes: forward, and backward to the inputs alone
+)
 
 
 def run_sweep(
@@ -57,8 +47,8 @@ def run_sweep(
 ) -> int:
     """Run a sweep into the directory `out` and return the exit code: 0 done, 1 some jobs failed.
 
-    Everything that can be wrong with the input is found before `out` is made. With `resume`, finished jobs of an
-    earlier run are kept and the others start again. `dry_run` shows the plan and writes nothing.
+    Whatever is wrong with the input is found before `out` is made. With `resume`, jobs that an earlier run finished
+    are kept and the others start again. `dry_run` shows the plan and writes nothing. `base` spares loading the model.
 
     Raises:
       UserError: the model, a job, the data or the directory cannot be used.
@@ -66,20 +56,224 @@ def run_sweep(
     console = console or Console()
     check_unused(out, resume)
     config = base.config if base else load_config(sweep.model)
-    tokenizer = base.tokenizer if base and base.tokenizer else load_tokenizer(sweep.model)
-    jobs, starts = _start_adapters(sweep, config, jobs)
-    task = read_task(sweep, jobs, config, tokenizer, console)
-    plan = plan_jobs(sweep, config, jobs, task.train, eval_tokens=_tokens(task.eval))
+    tokenizer = (base and base.tokenizer) or load_tokenizer(sweep.model)
+    jobs, starts = start_adapters(sweep, config, jobs)
+    task = read_task(sweep, jobs, tokenizer, config.vocab_size, console)
+    scored = {job.job_id: task.eval.requests.tokens for job in jobs}
+    plan = plan_jobs(sweep, config, jobs, task.train, scored)
     console.print(render_plan(plan), soft_wrap=True, highlight=False, markup=False)
     if dry_run:
         return 0
     with open_run(out, resume) as run:
-        done = _begin(run, sweep, plan, jobs)
+        results = _begin(run, sweep, jobs)
+        write_atomic(run.path / "plan.json", plan.to_json())
         base = base or load_base(sweep.model, precision=sweep.precision.base)  # type: ignore[arg-type]
-        run.event("started", jobs=len(jobs), done=len(done), devices=[str(d) for d in jax.devices()])
-        results = dict(done)
-        with Progress(console, "training", _training_tokens(jobs, task.train, set(done))) as progress:
-            scorer = _Scorer(base, task, console)
-            for pack in plan.packs:
-                _run_pack(run, sweep, base, pack, jobs, starts, task, scorer, progress, results)
-        return _finish(run, sweep, base, task, jobs, results, scorer, console)
+        run.event("started", jobs=len(jobs), finished=len(results), device=jax.devices()[0].device_kind)
+        work = sum(
+            TRAINING_WORK * training_rows(job, task.train[job.job_id]) * task.train[job.job_id].lengths.mean()
+            + scored[job.job_id]
+            for job in jobs
+            if job.job_id not in results
+        )
+        with Progress(console, work) as progress:
+            engine = Engine(
+                sweep, base, task, run, progress, {job.job_id: job for job in jobs}, starts, results
+            )
+            for number, pack in enumerate(plan.packs, 1):
+                engine.run_pack(pack, f"pack {number} of {len(plan.packs)}")
+            base_score, test = engine.finish()
+        rows = rank(list(results.values()), sweep.data.metric)
+        write_leaderboard(run, sweep.data.metric, base_score, rows, test)
+        _link_best(run, rows[0])
+        run.event("finished", failed=sum(row["status"] == "failed" for row in rows))
+        print_leaderboard(console, sweep.data.metric, base_score, rows, test, out)
+        return int(any(row["status"] == "failed" for row in rows))
+
+
+def sweep(base: Base, jobs: Sequence[Job], data: dict[str, Any], out: str | Path, **options: Any) -> int:
+    """Run a sweep from Python: `data` holds the fields of the data section of SWEEP.yaml; see `run_sweep`."""
+    return run_sweep(Sweep(model=base.name, data=DataConfig(**data)), jobs, Path(out), base=base, **options)
+
+
+def start_adapters(
+    sweep: Sweep, config: ModelConfig, jobs: Sequence[Job]
+) -> tuple[list[Job], dict[str, Adapter]]:
+    """Read the adapters that jobs start from; such a job takes over the adapter's rank, alpha and targets."""
+    out, starts = [], {}
+    for job in jobs:
+        if job.init_adapter:
+            adapter, fields = import_adapter(sweep.path(job.init_adapter), config)
+            job = replace(job, **fields)
+            starts[job.job_id] = adapter
+        out.append(job)
+    return out, starts
+
+
+def _begin(run: RunDirectory, sweep: Sweep, jobs: Sequence[Job]) -> dict[str, Result]:
+    """Write what the run is made of, or check that it is the same run; return the results it already has."""
+    text, path = resolved(sweep), run.path / "sweep.yaml"
+    if path.exists() and (before := path.read_text(encoding="utf-8")) != text:
+        raise UserError(
+            f"{path}: this run was started with another configuration:\n{_difference(before, text)}"
+        )
+    write_atomic(path, text)
+    found = {job.job_id: (job, run.read_json(f"jobs/{job.job_id}/job.json")) for job in jobs}
+    return {name: _result(job, record) for name, (job, record) in found.items() if record}
+
+
+def _difference(before: str, after: str) -> str:
+    import difflib
+
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), "then", "now", lineterm="", n=0)
+    return "\n".join(lines)
+
+
+def _result(job: Job, record: dict[str, Any]) -> Result:
+    score = Score(**record["score"]) if record["score"] else None
+    return Result(
+        job, record["status"], score, record["steps"], record["tokens"], record["reason"], record["adapter"]
+    )
+
+
+def _link_best(run: RunDirectory, best: dict[str, Any]) -> None:
+    if best["adapter"]:
+        link = run.path / ".best.tmp"
+        link.unlink(missing_ok=True)
+        link.symlink_to(best["adapter"], target_is_directory=True)
+        os.replace(link, run.path / "best")
+
+
+@dataclass
+class Engine:
+    """Train, score and export the packs of one run on this process's device."""
+
+    sweep: Sweep
+    base: Base
+    task: Task
+    run: RunDirectory
+    progress: Progress
+    jobs: dict[str, Job]
+    starts: dict[str, Adapter]
+    results: dict[str, Result]
+    pending: list[Trained] = field(default_factory=list)  # exported, waiting to be scored together
+
+    def __post_init__(self) -> None:
+        self.scorer = Scorer(self.base, self._runtime("none"))
+
+    def _runtime(self, policy: str) -> Runtime:
+        dtype = jax.tree.leaves(self.base.params)[0].dtype
+        return Runtime(dtype=dtype, recompute=policy)  # type: ignore[arg-type]
+
+    def run_pack(self, pack: Pack, name: str) -> None:
+        """Train the pack's jobs that are not finished yet, slot by slot as planned; export and score each."""
+        queues: list[list[Work]] = [[] for _ in pack.slots]
+        for place in sorted(pack.assign, key=lambda a: a.start_s):
+            if place.job_id not in self.results:
+                job = self.jobs[place.job_id]
+                queues[place.slot].append(Work(job, self.task.train[job.job_id], self.starts.get(job.job_id)))
+        work = [item for queue in queues for item in queue]
+        if not work:
+            return
+        self.progress.phase(f"training, {name}")
+        spec = pack_spec(self.base.config, [item.job for item in work], slots=len(pack.slots))
+        shapes = self._shapes(work, pack.m)
+        logs: dict[str, JsonLines] = {}
+        for item in work:  # a job that starts again starts its log again
+            path = self.run.job(item.job.job_id) / "metrics.jsonl"
+            path.unlink(missing_ok=True)
+            logs[item.job.job_id] = JsonLines(path)
+        note = {"text": ""}
+
+        def on_step(job: Job, line: dict[str, Any]) -> None:
+            logs[job.job_id].append(line)
+            note["text"] = f"loss {line['loss']:.3f}"
+
+        def on_micro_step(tokens: int) -> None:
+            self.progress.advance(TRAINING_WORK * tokens, tokens, note["text"])
+
+        try:
+            for trained in train_pack(
+                self.base,
+                spec,
+                queues,
+                pack.m,
+                shapes,
+                runtime=self._runtime(pack.policy),
+                on_step=on_step,
+                on_micro_step=on_micro_step,
+            ):
+                self._ended(trained)
+        finally:
+            for log in logs.values():
+                log.close()
+        self._score_pending(name)
+
+    def _shapes(self, work: Sequence[Work], m: int) -> Sequence[Shape]:
+        pairs = [(item.examples, item.job.data_seed) for item in work]
+        if self.sweep.data.buckets:
+            return [fitting_shape(length, [e for e, _ in pairs]) for length in self.sweep.data.buckets]
+        micro_steps = max(training_rows(item.job, item.examples) // m for item in work)
+        return choose_shapes(pairs, m, limit=min(MAX_SHAPES, 1 + micro_steps // STEPS_PER_SHAPE))
+
+    def _ended(self, trained: Trained) -> None:
+        job = trained.job
+        if trained.reason:
+            self._record(Result(job, "failed", None, trained.steps, trained.tokens, trained.reason))
+            return
+        name = self.sweep.export.base_model or self.sweep.model
+        export_adapter(self.run.job(job.job_id) / "adapter", name, self.base.config, job, trained.adapter)
+        self.run.event("trained", job_id=job.job_id, steps=trained.steps, tokens=trained.tokens)
+        self.pending.append(trained)
+
+    def _score_pending(self, name: str) -> None:
+        if not self.pending:
+            return
+        self.progress.phase(f"scoring, {name}")
+        adapters = [(trained.job, trained.adapter) for trained in self.pending]
+        for trained, result in zip(
+            self.pending, self.scorer.score(adapters, self.task.eval, self.progress.advance), strict=True
+        ):
+            adapter = f"jobs/{trained.job.job_id}/adapter"
+            self._record(Result(trained.job, "completed", result, trained.steps, trained.tokens, "", adapter))
+        self.pending = []
+
+    def _record(self, result: Result) -> None:
+        job = result.job
+        record = {
+            "job_id": job.job_id,
+            "status": result.status,
+            "score": vars(result.score) if result.score else None,
+            "steps": result.steps,
+            "tokens": result.tokens,
+            "reason": result.reason,
+            "adapter": result.adapter,
+            "job": job.to_dict(),
+        }
+        write_json(self.run.job(job.job_id) / "job.json", record)
+        self.run.event(result.status, job_id=job.job_id, reason=result.reason)
+        self.results[job.job_id] = result
+
+    def finish(self) -> tuple[Score, dict[str, Any] | None]:
+        """Score the base model on eval, and base and winner on test, which nothing was chosen by."""
+        self.progress.phase("scoring the base model")
+        base = self.scorer.score([None], self.task.eval)[0]
+        rows = rank(list(self.results.values()), self.sweep.data.metric)
+        if self.task.test is None or rows[0]["status"] == "failed":
+            return base, None
+        best = self.jobs[rows[0]["job_id"]]
+        self.progress.phase("scoring base and best on the test rows")
+        adapter, _ = import_adapter(self.run.path / rows[0]["adapter"], self.base.config)
+        on_base, on_best = self.scorer.score([None, (best, adapter)], self.task.test)
+        return base, {
+            "rows": on_base.rows,
+            "base": vars(on_base),
+            "best": {"job_id": best.job_id, **vars(on_best)},
+        }
+
+
+def fitting_shape(length: int, data: Sequence[Examples]) -> Shape:
+    """Return the shape of `length` positions that holds the labels of every row that short."""
+    most = max(
+        (int(examples.counts[examples.lengths <= length].max(initial=1)) for examples in data), default=1
+    )
+    return Shape(length, min(length, most))

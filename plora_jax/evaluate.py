@@ -8,9 +8,20 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
-from plora_jax.adapters import Stack
+from plora_jax.adapters import (
+    Adapter,
+    Stack,
+    max_rank,
+    pad_adapter,
+    rank_bucket,
+    ranks,
+    stack_adapters,
+    stack_scales,
+)
 from plora_jax.data.choices import Choices, accuracy
 from plora_jax.data.examples import Examples
+from plora_jax.data.shapes import split_lengths
+from plora_jax.jobs import Job
 from plora_jax.models.decoder import LoRA, Runtime
 from plora_jax.models.load import Base
 from plora_jax.step import token_losses
@@ -51,6 +62,11 @@ class Requests:
         start, self.size = self.size, self.size + len(targets)
         return np.arange(start, self.size, dtype=np.int32)
 
+    @property
+    def tokens(self) -> int:
+        """Count the tokens that are run to answer everything."""
+        return sum(len(self.sequences[group[0]]) for group in self.carriers())
+
     def carriers(self) -> list[list[int]]:
         """Group requests by the sequence that carries them: the first of each group begins with all the others."""
         order = sorted(range(len(self.sequences)), key=lambda i: self.sequences[i].tolist(), reverse=True)
@@ -65,14 +81,15 @@ class Requests:
         return sorted(groups, key=lambda group: len(self.sequences[group[0]]))
 
 
-EvalStep = Callable[[Stack, dict[str, Array], nnx.State, Array, Array, Array, Array, Array], Array]
+Scales = dict[str, Float[Array, "L J"]]
+EvalStep = Callable[[Stack, Scales, nnx.State, Array, Array, Array, Array, Array], Array]
 
 
 def make_eval_step(base: Base, runtime: Runtime | None = None, loss_chunk: int = 1024) -> EvalStep:
     """Return the jitted step that gives -log p of every target [J, B, P], all J adapters on the same tokens."""
     runtime = runtime or Runtime()
 
-    def one(weights: Stack, scales: dict[str, Array], params: nnx.State, *batch: Array) -> Array:
+    def one(weights: Stack, scales: Scales, params: nnx.State, *batch: Array) -> Array:
         tokens, positions, rows, trained, targets = batch
         model = nnx.merge(base.graphdef, params)
         sites = {name: LoRA(w.a, w.b, scales[name]) for name, w in weights.items()}
@@ -82,41 +99,55 @@ def make_eval_step(base: Base, runtime: Runtime | None = None, loss_chunk: int =
     return jax.jit(jax.vmap(one, in_axes=(1, 1, None, None, None, None, None, None)))
 
 
-def log_probabilities(
-    step: EvalStep,
-    base: Base,
-    weights: Stack,
-    scales: dict[str, Array],
-    requests: Requests,
-    buckets: Sequence[int],
-    *,
-    jobs: int,
-    budget: int = 8192,
-    progress: Callable[[float], None] = lambda share: None,
-) -> Float[np.ndarray, "J N"]:
-    """Return the log-probability of every request for each of `jobs` adapters, in float64.
+class Scorer:
+    """Score adapters of one base model, many at a time, with one compiled step for each shape that occurs."""
 
-    `buckets` are the sequence lengths that may be compiled; at most `budget` tokens (over all adapters) run at once.
-    """
-    out = np.zeros((jobs, requests.size))
-    starts = np.cumsum([0] + [len(t) for t in requests.targets])
-    groups = requests.carriers()
-    done = 0
-    for length in sorted(buckets):
-        lower = max((b for b in buckets if b < length), default=0)
-        fits = [g for g in groups if lower < len(requests.sequences[g[0]]) <= length]
-        if not fits:
-            continue
-        batches = -(-len(fits) // max(1, budget // (length * jobs)))
-        size = -(-len(fits) // batches)
-        width = max(sum(len(requests.targets[i]) for i in group) for group in fits)
-        for start in range(0, len(fits), size):
-            arrays, ids = _batch(requests, fits[start : start + size], starts, size, length, width)
-            losses = np.asarray(step(weights, scales, base.params, *arrays), np.float64)
-            out[:, ids[ids >= 0]] = -losses[:, ids >= 0]
-            done += min(size, len(fits) - start)
-            progress(done / len(groups))
-    return out
+    def __init__(self, base: Base, runtime: Runtime | None = None, budget: int | None = None) -> None:
+        self.base = base
+        self.step = make_eval_step(base, runtime)
+        self.budget = budget or (
+            8_192 if jax.default_backend() == "cpu" else 65_536
+        )  # tokens at once, all adapters
+
+    def score(
+        self,
+        adapters: Sequence[tuple[Job, Adapter] | None],
+        evals: EvalSet,
+        advance: Callable[[float], None] = lambda tokens: None,
+    ) -> list[Score]:
+        """Return each adapter's score on one held-out part; None stands for the base model itself.
+
+        `advance` is told the tokens scored, over all adapters, as they are done.
+        """
+        config = self.base.config
+        jobs = [Job(rank=1, targets=(config.sites[0].name,)) if a is None else a[0] for a in adapters]
+        bucket = rank_bucket(max(max_rank(config, job) for job in jobs))
+        used = {name for job in jobs for name in ranks(config, job)}
+        sites = [site.name for site in config.sites if site.name in used]
+        padded = [pad_adapter(config, a[1] if a else {}, bucket, sites) for a in adapters]
+        weights, scales = stack_adapters(padded), stack_scales(config, jobs, sites)
+        return [score(evals, row) for row in self._log_p(weights, scales, evals.requests, len(jobs), advance)]
+
+    def _log_p(
+        self, weights: Stack, scales: Scales, requests: Requests, jobs: int, advance: Callable[[float], None]
+    ) -> Float[np.ndarray, "J N"]:
+        out = np.zeros((jobs, requests.size))
+        starts = np.cumsum([0] + [len(t) for t in requests.targets])
+        groups = requests.carriers()
+        lengths = np.array([len(requests.sequences[group[0]]) for group in groups])
+        tops = split_lengths(lengths, 1 + len(groups) // 128)
+        for low, length in zip([0, *tops], tops, strict=False):
+            fits = [groups[i] for i in np.flatnonzero((lengths > low) & (lengths <= length))]
+            batches = -(-len(fits) // max(1, self.budget // (length * jobs)))
+            size = -(-len(fits) // batches)
+            width = max(sum(len(requests.targets[i]) for i in group) for group in fits)
+            for start in range(0, len(fits), size):
+                part = fits[start : start + size]
+                arrays, ids = _batch(requests, part, starts, size, length, width)
+                losses = np.asarray(self.step(weights, scales, self.base.params, *arrays), np.float64)
+                out[:, ids[ids >= 0]] = -losses[:, ids >= 0]
+                advance(jobs * sum(len(requests.sequences[group[0]]) for group in part))
+        return out
 
 
 def _batch(

@@ -5,6 +5,7 @@ import io
 import math
 from collections import defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -65,7 +66,13 @@ def rank(results: list[Result], metric: str) -> list[dict[str, Any]]:
         last = math.inf
         mean = last if _missing(row["mean_score"]) else sign * row["mean_score"]
         own = last if _missing(row["score"]) else sign * row["score"]
-        return (row["status"] == "failed", mean, own, last if _missing(row["loss"]) else row["loss"], row["job_id"])
+        return (
+            row["status"] == "failed",
+            mean,
+            own,
+            last if _missing(row["loss"]) else row["loss"],
+            row["job_id"],
+        )
 
     return sorted(rows, key=key)
 
@@ -99,7 +106,12 @@ def write_leaderboard(
 
 
 def print_leaderboard(
-    console: Console, metric: str, base: Score, rows: list[dict[str, Any]], test: dict[str, Any] | None
+    console: Console,
+    metric: str,
+    base: Score,
+    rows: list[dict[str, Any]],
+    test: dict[str, Any] | None,
+    out: Path,
 ) -> None:
     """Print the leaderboard: the base model, then the jobs best first with the fields in which they differ."""
     differing = [name for name in Job.__dataclass_fields__ if len({repr(row[name]) for row in rows}) > 1]
@@ -124,4 +136,4 @@ def print_leaderboard(
         )
     else:
         console.print("without a test part the winner's score is optimistic: it was chosen on these rows")
-    console.print(f"best adapter: [bold]{best['adapter']}[/bold]", soft_wrap=True)
+    console.print(f"best adapter: {out / best['adapter']}", soft_wrap=True)

@@ -4,7 +4,8 @@ import time
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress as Bar, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
 
 LINE_EVERY_S = 30.0
 
@@ -17,20 +18,23 @@ def clock(seconds: float) -> str:
 
 
 class Progress:
-    """Show how far a stretch of work has come, as a context manager; `total` and `advance` are in `unit`."""
+    """Show how far a sweep has come, as a context manager.
 
-    def __init__(self, console: Console, what: str, total: float, unit: str = "tokens") -> None:
-        self.console, self.what, self.total, self.unit = console, what, max(total, 1e-9), unit
-        self.done, self.start, self.said = 0.0, time.monotonic(), time.monotonic()
-        self.note = ""
+    `total` and `advance` count work in forward passes of one token, so that training and scoring add up to one time
+    left; trained tokens are counted beside it and give the rate.
+    """
+
+    def __init__(self, console: Console, total: float) -> None:
+        self.console, self.total = console, max(total, 1e-9)
+        self.done, self.tokens, self.training_s = 0.0, 0, 0.0
+        self.start = self.said = self.last = time.monotonic()
+        self.what, self.note = "", ""
         self._bar: Bar | None = None
         if console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"))
-            self._bar = Bar(*columns, TimeElapsedColumn(), console=console)
-            self._task = self._bar.add_task(what, total=self.total, state="")
+            self._bar = Bar(BarColumn(), TextColumn("{task.fields[state]}"), console=console)
+            self._task = self._bar.add_task("", total=self.total, state="")
 
     def __enter__(self) -> "Progress":
-        self.start = self.said = time.monotonic()
         if self._bar:
             self._bar.start()
         return self
@@ -38,25 +42,36 @@ class Progress:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._bar:
             self._bar.stop()
-        elif kind is None:
-            self.console.print(f"{self.what}: {self.state()}", soft_wrap=True)
 
-    def advance(self, amount: float, note: str = "") -> None:
-        """Add to what is done; `note` (the latest loss, say) stays until another comes."""
-        self.done = min(self.done + amount, self.total)
+    def phase(self, what: str) -> None:
+        """Say what is being done now."""
+        self.what, self.note, self.last = what, "", time.monotonic()
+        self._show(always=True)
+
+    def advance(self, work: float, tokens: int = 0, note: str = "") -> None:
+        """Add work, and the real tokens that were trained in it; `note` (the latest loss, say) stays until another."""
+        now = time.monotonic()
+        if tokens:
+            self.tokens, self.training_s = self.tokens + tokens, self.training_s + now - self.last
+        self.last = now
+        self.done = min(self.done + work, self.total)
         self.note = note or self.note
+        self._show()
+
+    def _show(self, always: bool = False) -> None:
         now = time.monotonic()
         if self._bar:
             self._bar.update(self._task, completed=self.done, state=self.state())
-        elif now - self.said >= LINE_EVERY_S:
+        elif always or now - self.said >= LINE_EVERY_S:
             self.said = now
-            self.console.print(f"{self.what}: {self.state()}", soft_wrap=True)
+            self.console.print(self.state(), soft_wrap=True, highlight=False, markup=False)
 
     def state(self) -> str:
-        """Say the share done, the rate and the time left; the rate counts from the start of the work."""
-        elapsed = max(time.monotonic() - self.start, 1e-9)
-        rate = self.done / elapsed
-        left = clock((self.total - self.done) / rate) if rate > 0 else "?"
-        parts = [f"{100 * self.done / self.total:.0f}%", f"{rate:,.0f} {self.unit}/s"]
-        parts.append(f"{clock(elapsed)} in all" if self.done >= self.total else f"{left} left")
+        """Say what is done now, the share of all work, tokens/s over the training so far, and the time left."""
+        elapsed = time.monotonic() - self.start
+        parts = [f"{self.what}: {100 * self.done / self.total:.0f}%"]
+        if self.tokens:
+            parts.append(f"{self.tokens / self.training_s:,.0f} tokens/s")
+        if self.done:
+            parts.append(f"{clock(elapsed * (self.total - self.done) / self.done)} left")
         return ", ".join([*parts, *([self.note] if self.note else [])])

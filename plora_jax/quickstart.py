@@ -127,6 +127,7 @@ def sweep_yaml(model: Path, data: dict[str, Path]) -> str:
             "data": {
                 **{part: str(path) for part, path in data.items()},
                 "max_length": MAX_TOKENS + 1,
+                "buckets": [MAX_TOKENS + 1],
                 "metric": "choice_accuracy",
                 "choices": list(LABELS),
             },
@@ -151,11 +152,11 @@ def _unused(folder: Path) -> Path:
     return out
 
 
-def main(out: Path | None = None) -> int:
+def main(out: Path | None = None, resume: bool = False) -> int:
     """Run the quickstart's sweep into `out` (by default the next free runs/quickstart-N); return the exit code."""
     from plora_jax.config import load_sweep
     from plora_jax.engine import run_sweep
-    from plora_jax.search import search_jobs
+    from plora_jax.search import find_jobs
 
     model = fetch_model()
     task = cache_dir() / "quickstart"
@@ -164,4 +165,5 @@ def main(out: Path | None = None) -> int:
     write_atomic(path, sweep_yaml(model, data))
     print(f"quickstart: the sweep is {path}", flush=True)
     sweep = load_sweep(path)
-    return run_sweep(sweep, search_jobs(sweep), out or _unused(Path("runs/quickstart")))
+    out = out or _unused(Path("runs/quickstart"))
+    return run_sweep(sweep, find_jobs(sweep).jobs, out, resume=resume)

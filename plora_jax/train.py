@@ -97,7 +97,9 @@ def train_pack(
             tokens[j] += host.tokens[j]
             bad_run[j] = bad_run[j] + 1 if host.skipped[j] > skipped[j] else 0
             skipped[j] = host.skipped[j]
-            line = {name: getattr(host, name)[j].item() for name in ("step", "loss", "learning_rate", "grad_norm")}
+            line = {
+                name: getattr(host, name)[j].item() for name in ("step", "loss", "learning_rate", "grad_norm")
+            }
             line = {"lr" if k == "learning_rate" else k: v for k, v in line.items()}
             on_step(work.job, {**line, "tokens": int(host.tokens[j]), "skipped": int(host.skipped[j])})
             if bad_run[j] >= MAX_SKIPPED:

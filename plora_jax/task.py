@@ -1,0 +1,78 @@
+"""A sweep's rows: training data of every job, and the held-out parts laid out for scoring."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+
+from plora_jax.config import DataConfig, Sweep
+from plora_jax.data.choices import make_choices
+from plora_jax.data.encode import read_examples
+from plora_jax.data.examples import Examples, overlap
+from plora_jax.data.layout import total_steps
+from plora_jax.errors import UserError
+from plora_jax.evaluate import EvalSet, make_eval_set
+from plora_jax.jobs import Job
+
+
+@dataclass(frozen=True)
+class Task:
+    """Hold the training rows by job, and the held-out parts; without `test` nothing is scored after the choice."""
+
+    train: dict[str, Examples]  # by job_id; jobs on one file share one object
+    eval: EvalSet
+    test: EvalSet | None
+
+
+def read_task(sweep: Sweep, jobs: Sequence[Job], tokenizer: Any, vocab_size: int, console: Console) -> Task:
+    """Read and tokenise all data of a sweep and print one line a file.
+
+    Raises:
+      UserError: a file cannot be read as examples, holds nothing to train on, or there are no held-out rows.
+    """
+    data = sweep.data
+    if not data.eval:
+        raise UserError("data.eval is missing: a sweep ranks its jobs on held-out rows; name a file of them")
+    files: dict[str, Examples] = {}
+
+    def read(name: str) -> Examples:
+        if name not in files:
+            local = sweep.path(name)
+            files[name] = read_examples(
+                str(local) if local.exists() or name.count("/") != 1 else name,
+                tokenizer,
+                max_length=data.max_length,
+                on_long=data.on_long,
+                on_bad_row=data.on_bad_row,
+                format=data.format,
+                vocab_size=vocab_size,
+            )
+            console.print(f"data: {files[name].report}", soft_wrap=True, highlight=False, markup=False)
+        return files[name]
+
+    train = {job.job_id: read(job.train or data.train) for job in jobs}
+    parts = {part: read(name) for part, name in (("eval", data.eval), ("test", data.test)) if name}
+    for name in dict.fromkeys(job.train or data.train for job in jobs):
+        for part in parts.values():
+            if warning := overlap(files[name], part):
+                console.print(f"warning: {warning}", soft_wrap=True, highlight=False, markup=False)
+    first = train[jobs[0].job_id]
+    held_out = {part: _eval_set(data, examples, first, tokenizer) for part, examples in parts.items()}
+    return Task(train, held_out["eval"], held_out.get("test"))
+
+
+def _eval_set(data: DataConfig, examples: Examples, train: Examples, tokenizer: Any) -> EvalSet:
+    if data.metric != "choice_accuracy":
+        return make_eval_set(examples, None)
+    return make_eval_set(
+        examples, make_choices(examples, tokenizer, choices=data.choices or None, train=train)
+    )
+
+
+def training_rows(job: Job, examples: Examples) -> int:
+    """Count the rows a job trains on until its last step, repeats counted; the last step may be a partial batch."""
+    n, steps = len(examples), total_steps(job, len(examples))
+    per_epoch = -(-n // job.batch_size)
+    epochs, rest = divmod(steps, per_epoch)
+    return epochs * n + min(rest * job.batch_size, n)
