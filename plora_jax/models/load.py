@@ -17,13 +17,12 @@ from plora_jax.models import gguf
 from plora_jax.models.checkpoint import Stored, check_tensors, open_directory, read_json
 from plora_jax.models.config import ModelConfig, config_from_hf
 from plora_jax.models.decoder import Decoder
+from plora_jax.models.find import HUB_FILES, hub_snapshot, load_config, load_tokenizer
 from plora_jax.models.gguf_tokenizer import tokenizer_from_gguf
-from plora_jax.models.presets import PRESETS, preset
 from plora_jax.models.table import Tensor, checkpoint_table
 
 PRECISIONS = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 Placement = Callable[[str, tuple[int, ...]], Sharding]
-HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 
 
 @dataclass(frozen=True)
@@ -84,40 +83,6 @@ def load_base(
     return Base(name, config, graphdef, params, tokenizer)
 
 
-def load_config(name: str) -> ModelConfig:
-    """Read what a model is, without weights: from a directory, a .gguf file, a preset, or the hub.
-
-    Raises:
-        UserError: the model is not supported, not found, or unreachable.
-    """
-    path = Path(name).expanduser()
-    if path.suffix == ".gguf":
-        return gguf.open_gguf(path).config
-    if path.is_dir():
-        return config_from_hf(read_json(path / "config.json"), str(path / "config.json"))
-    if name in PRESETS:
-        return preset(name)
-    return config_from_hf(read_json(_hub(name, ["config.json"]) / "config.json"), f"{name}/config.json")
-
-
-def load_tokenizer(name: str) -> Any:
-    """Load a model's tokenizer, with its chat template.
-
-    Raises:
-        UserError: there is none, or the hub cannot be reached.
-    """
-    path = Path(name).expanduser()
-    if path.suffix == ".gguf":
-        return tokenizer_from_gguf(gguf.open_gguf(path).fields, str(path))
-    path = path if path.is_dir() else _hub(name, [p for p in HUB_FILES if p != "*.safetensors"])
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(path, use_fast=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{name}: no tokenizer could be loaded: {str(error).splitlines()[0]}") from None
-
-
 def _sources(name: str, random_weights: bool) -> tuple[ModelConfig, dict[str, Stored], Any]:
     config = load_config(name)
     path = Path(name).expanduser()
@@ -127,27 +92,10 @@ def _sources(name: str, random_weights: bool) -> tuple[ModelConfig, dict[str, St
     if path.suffix == ".gguf":
         file = gguf.open_gguf(path)
         return config, file.tensors(), tokenizer_from_gguf(file.fields, str(path))
-    directory = path if path.is_dir() else _hub(name, HUB_FILES)
+    directory = path if path.is_dir() else hub_snapshot(name, HUB_FILES)
     if not path.is_dir():  # the hub's own config.json counts, not the preset's
         config = config_from_hf(read_json(directory / "config.json"), f"{name}/config.json")
     return config, open_directory(directory), load_tokenizer(str(directory))
-
-
-def _hub(name: str, patterns: list[str]) -> Path:
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise UserError(f"model {name!r}: no such directory or .gguf file, and not a hub id (owner/name)")
-    import httpx
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
-    except (OSError, ValueError, HfHubHTTPError, HFValidationError, httpx.HTTPError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(
-            f"model {name!r}: not a local directory, and the hub cannot give it ({reason}); "
-            "give a directory with config.json and safetensors, or a .gguf file"
-        ) from None
 
 
 def _dtype(precision: str) -> Any:

@@ -1,0 +1,66 @@
+"""Find a model's configuration and tokenizer: a directory, .gguf file, preset or hub id. Imports no JAX."""
+
+from pathlib import Path
+from typing import Any
+
+from plora_jax.errors import UserError
+from plora_jax.models import gguf
+from plora_jax.models.checkpoint import read_json
+from plora_jax.models.config import ModelConfig, config_from_hf
+from plora_jax.models.gguf_tokenizer import tokenizer_from_gguf
+from plora_jax.models.presets import PRESETS, preset
+
+HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+
+
+def load_config(name: str) -> ModelConfig:
+    """Read what a model is, without weights: from a directory, a .gguf file, a preset, or the hub.
+
+    Raises:
+        UserError: the model is not supported, not found, or unreachable.
+    """
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        return gguf.open_gguf(path).config
+    if path.is_dir():
+        return config_from_hf(read_json(path / "config.json"), str(path / "config.json"))
+    if name in PRESETS:
+        return preset(name)
+    found = hub_snapshot(name, ["config.json"]) / "config.json"
+    return config_from_hf(read_json(found), f"{name}/config.json")
+
+
+def load_tokenizer(name: str) -> Any:
+    """Load a model's tokenizer, with its chat template.
+
+    Raises:
+        UserError: there is none, or the hub cannot be reached.
+    """
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        return tokenizer_from_gguf(gguf.open_gguf(path).fields, str(path))
+    path = path if path.is_dir() else hub_snapshot(name, [p for p in HUB_FILES if p != "*.safetensors"])
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, use_fast=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{name}: no tokenizer could be loaded: {str(error).splitlines()[0]}") from None
+
+
+def hub_snapshot(name: str, patterns: list[str]) -> Path:
+    """Return a directory with the files of a hub model that match, from the cache or the hub; or UserError."""
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise UserError(f"model {name!r}: no such directory or .gguf file, and not a hub id (owner/name)")
+    import httpx
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except (OSError, ValueError, HfHubHTTPError, HFValidationError, httpx.HTTPError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"model {name!r}: not a local directory, and the hub cannot give it ({reason}); "
+            "give a directory with config.json and safetensors, or a .gguf file"
+        ) from None
