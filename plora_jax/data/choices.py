@@ -1,7 +1,7 @@
-"""Multiple choice: which sequences to run and which log-probabilities to add up for every option of every row.
+"""Multiple choice: which sequences to run, and which log-probabilities make up each option's score.
 
-The score of an option is the mean log-probability of its tokens given the prompt. EOS is no part of an option: its
-probability says how likely the text ends, not which option it is, and one-token options would be scored on it half.
+The score of an option is the mean log-probability of its tokens given the prompt. EOS is no part of an
+option: its probability says how likely the text ends there, and would be half of a one-token option's score.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ MAX_DISTINCT = 100
 class Choices(NamedTuple):
     """Hold the sequences to run and, for each token to score, where its log-probability is found.
 
-    Arrays `row`, `option`, `sequence`, `position`, `target` (int32 [K]) have one entry a scored token: the hidden
-    state at `position` of `sequences[sequence]` predicts `target`, a token of option `option` of row `row`.
+    Arrays `row`, `option`, `sequence`, `position`, `target` (int32 [K]) have one entry a scored token: the
+    hidden state at `position` of `sequences[sequence]` predicts `target`, a token of that row's `option`.
     """
 
     sequences: list[np.ndarray]
@@ -41,9 +41,9 @@ def distinct_completions(train: Examples) -> tuple[str, ...]:
     found = sorted({s.completion for s in train.sources})
     if not 2 <= len(found) <= MAX_DISTINCT:
         raise UserError(
-            f"{train.report.path}: metric choice_accuracy needs options, and the rows have {len(found):,} distinct "
-            f"completions (2 to {MAX_DISTINCT} could serve). Give each row 'choices', set data.choices, or use "
-            "metric exact_match or loss."
+            f"{train.report.path}: metric choice_accuracy needs options, and the rows have {len(found):,} "
+            f"distinct completions (2 to {MAX_DISTINCT} could serve). Give each row 'choices', set "
+            "data.choices, or use metric exact_match or loss."
         )
     return tuple(found)
 
@@ -51,8 +51,8 @@ def distinct_completions(train: Examples) -> tuple[str, ...]:
 def row_options(source: Source, default: Sequence[str] | None) -> tuple[tuple[str, ...], int]:
     """Return a row's options and the index of the right one.
 
-    Options written without the completion's surrounding spaces (" yes" against "yes") take them over. UserError when
-    the row has no options or its completion is none of them.
+    Options written without the completion's surrounding spaces ("yes" against " yes") take them over.
+    UserError when the row has no options, lists one twice, or its completion is none of them.
     """
     options = tuple(source.choices or default or ())
     if not options:
@@ -74,7 +74,7 @@ def row_options(source: Source, default: Sequence[str] | None) -> tuple[tuple[st
 def make_choices(
     examples: Examples, tokenizer: Any, *, choices: Sequence[str] | None = None, train: Examples | None = None
 ) -> Choices:
-    """Lay out every option of every row; options come from the row, else `choices`, else `train`'s completions.
+    """Lay out every option of every row: the row's own, else `choices`, else `train`'s distinct completions.
 
     Options whose tokens agree up to the last one share a sequence, as do options that begin another option.
     """
@@ -96,9 +96,10 @@ def make_choices(
             if labels.size == 0:
                 raise UserError(f"{source.where}: option {options[o]!r} has no token that follows another.")
             scored += [(r, o, home, int(at) - 1, int(piece.ids[at])) for at in labels]
-    columns = np.array(scored, dtype=np.int32).reshape(-1, 5).T
+    row, option, sequence, position, target = np.array(scored, dtype=np.int32).reshape(-1, 5).T
     correct = np.array([index for _, index in laid], dtype=np.int32)
-    return Choices(sequences, *columns, correct, [options for options, _ in laid])
+    listed = [options for options, _ in laid]
+    return Choices(sequences, row, option, sequence, position, target, correct, listed)
 
 
 def _share(inputs: list[np.ndarray], sequences: list[np.ndarray]) -> list[int]:
@@ -117,7 +118,7 @@ def _share(inputs: list[np.ndarray], sequences: list[np.ndarray]) -> list[int]:
 
 
 def option_scores(choices: Choices, logprobs: np.ndarray) -> np.ndarray:
-    """Return each option's mean log-probability [rows, most options] from `logprobs` [K], -inf where no option is."""
+    """Return mean log-probabilities [rows, most options] from `logprobs` [K]; -inf where no option is."""
     shape = (len(choices.correct), max(map(len, choices.options)))
     total, count = np.zeros(shape), np.zeros(shape)
     np.add.at(total, (choices.row, choices.option), logprobs)

@@ -40,7 +40,7 @@ class Coder:
     def __init__(self, tokenizer: Any, vocab_size: int | None = None):
         if not getattr(tokenizer, "is_fast", False):
             raise UserError(
-                "the model's tokenizer gives no character offsets; a fast tokenizer (tokenizer.json) is needed."
+                "the model's tokenizer gives no character offsets; a fast one (tokenizer.json) is needed."
             )
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
         self.bos, self.eos = tokenizer.bos_token_id, tokenizer.eos_token_id
@@ -50,9 +50,9 @@ class Coder:
         self.special = np.array(sorted({*marked, *tokenizer.all_special_ids}), dtype=np.int64)
 
     def encode(self, texts: Sequence[str], bos: Sequence[bool], wheres: Sequence[str]) -> list[Encoded]:
-        """Tokenise without special tokens, then put BOS (of no characters) in front where asked and not there.
+        """Tokenise without special tokens; BOS goes in front where asked, unless the text has it already.
 
-        UserError when a token id is not below `vocab_size` (the embedding table is smaller than the tokenizer).
+        UserError when a token id is not below `vocab_size`, the size of the embedding table.
         """
         out = self.tokenizer(
             list(texts),
@@ -69,22 +69,23 @@ class Coder:
             if first and ids[:1] != [self.bos]:
                 ids, offsets = [self.bos, *ids], [(0, 0), *offsets]
             array = np.array(ids, dtype=np.int32)
-            if self.vocab_size is not None and array.size and array.max() >= self.vocab_size:
+            highest = int(array.max(initial=-1))
+            if self.vocab_size is not None and highest >= self.vocab_size:
                 raise UserError(
-                    f"{where}: token id {array.max()} ({self.tokenizer.convert_ids_to_tokens(int(array.max()))!r}) is "
-                    f"outside the model's embedding table of {self.vocab_size} rows: tokenizer and model do not match."
+                    f"{where}: token id {highest} ({self.tokenizer.convert_ids_to_tokens(highest)!r}) is outside "
+                    f"the model's {self.vocab_size} embeddings: this tokenizer is not the model's."
                 )
             start, end = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
-            # byte-level tokenizers may leave spaces out of the offsets: a token reaches back to the one before it
+            # byte-level tokenizers may leave spaces out of the offsets: each reaches back to the one before
             start[1:] = np.minimum(start[1:], end[:-1])
             result.append(Encoded(array, start, end))
         return result
 
-    def labels(self, text: str, encoded: Encoded, spans: Iterable[Span]) -> tuple[np.ndarray, bool]:
-        """Mark the tokens that overlap a span's content, and its turn's end mark up to the first special token.
+    def labels(self, encoded: Encoded, spans: Iterable[Span]) -> tuple[np.ndarray, bool]:
+        """Mark the tokens that overlap a span's content, and its end mark up to the first special token.
 
-        Returns the mask [S] and whether the last span has such an end mark. A token that straddles a span's border
-        is a label: without it the span's first characters would never be learnt.
+        Returns the mask [S] and whether the last span has such an end mark. A token that straddles a span's
+        border is a label: without it the span's first characters would never be learnt.
         """
         mask = np.zeros(len(encoded.ids), dtype=bool)
         closed = False
@@ -99,7 +100,7 @@ class Coder:
 
 
 def draft(record: Record, template: Template, coder: Coder) -> Draft:
-    """Lay out one record as text: conversations through the template, everything else as it stands plus EOS."""
+    """Lay out one record as text: conversations through the template, all else as it stands plus EOS."""
     if not record.turns:
         text = record.prompt + record.completion
         span = Span(len(record.prompt), len(text), len(text))
@@ -119,7 +120,7 @@ def encode_drafts(drafts: Sequence[Draft], coder: Coder) -> Iterator[tuple[np.nd
     sources = [d.source for d in drafts]
     encoded = coder.encode([d.text for d in drafts], [s.bos for s in sources], [s.where for s in sources])
     for one, piece in zip(drafts, encoded, strict=True):
-        mask, closed = coder.labels(one.text, piece, one.spans)
+        mask, closed = coder.labels(piece, one.spans)
         tokens = piece.ids
         if one.eos and not closed and coder.eos is not None:
             if tokens.size == 0 or tokens[-1] != coder.eos:
@@ -142,8 +143,8 @@ def read_examples(
     """Read a data file (or hub data set) and tokenise it, labels on what the model should say.
 
     Rows with nothing to train on are dropped and counted; `on_long` says what becomes of rows of more than
-    `max_length` tokens. UserError: the file or a row cannot be read (unless `on_bad_row` is "skip"), a row is too
-    long and `on_long` is "error", a token is outside `vocab_size`, or no row is left.
+    `max_length` tokens. UserError: the file or a row cannot be read (unless `on_bad_row` is "skip"), a row is
+    too long and `on_long` is "error", a token is outside `vocab_size`, or no row is left.
     """
     if format != "auto" and format not in FIELDS:
         raise UserError(f"data.format is {format!r}; allowed: auto, {', '.join(FIELDS)}.")

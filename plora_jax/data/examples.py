@@ -63,7 +63,7 @@ class DataReport:
 
 @dataclass(frozen=True)
 class Examples:
-    """Hold n token sequences: `tokens[i]` int32 [S_i], `trained[i]` bool [S_i] marks the tokens that are labels.
+    """Hold n token sequences: `tokens[i]` int32 [S_i]; `trained[i]` bool [S_i] marks those that are labels.
 
     The first token is never a label. `digest` names the content, so that equal data can be told by it.
     """
@@ -88,7 +88,7 @@ class Examples:
 
     @cached_property
     def heads(self) -> list[np.ndarray]:
-        """Give, for each row, the positions (int32) whose hidden state predicts a label: one before each label."""
+        """Give, for each row, the positions (int32) that predict a label: the one before each label."""
         return [np.flatnonzero(t[1:]).astype(np.int32) for t in self.trained]
 
     @cached_property
@@ -106,7 +106,7 @@ class Examples:
 
 
 def overlap(train: Examples, evaluation: Examples) -> str:
-    """Return a warning that counts the evaluation rows which are training rows too, or "" when there are none."""
+    """Return a warning with the count of evaluation rows that are training rows too; "" when none is."""
     seen = {t.tobytes() for t in train.tokens}
     twice = sum(t.tobytes() in seen for t in evaluation.tokens)
     if not twice:

@@ -28,7 +28,7 @@ def file_kind(path: Path) -> str:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return the file's content, decompressed when its first bytes (not its name) say that it is compressed."""
+    """Return the file's content, decompressed when its first bytes (not its name) say so."""
     if path.is_dir():
         raise UserError(f"{path}: is a directory, not a data file. Name one file in it ({ALLOWED}).")
     try:

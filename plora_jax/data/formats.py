@@ -1,4 +1,4 @@
-"""Which of the accepted formats a row is in, and its text as turns, as prompt and completion, or as plain text."""
+"""Which of the accepted formats a row is in, and its text: turns, prompt and completion, or plain text."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -32,7 +32,7 @@ class Turn(NamedTuple):
 
 
 class Record(NamedTuple):
-    """Hold one row as text: `turns` for a conversation, else a prompt (empty for plain text) and a completion."""
+    """Hold one row: a conversation's turns, else a prompt (empty for plain text) and a completion."""
 
     where: str
     format: str
@@ -43,7 +43,7 @@ class Record(NamedTuple):
 
     @property
     def blank(self) -> bool:
-        """Tell whether nothing is left to train on: every assistant turn (or the completion) is whitespace."""
+        """Tell whether nothing is there to train on: every assistant turn, or the completion, is blank."""
         if self.turns:
             return not any(t.role == "assistant" and t.content.strip() for t in self.turns)
         return not self.completion.strip()

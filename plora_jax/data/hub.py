@@ -15,14 +15,18 @@ def hub_files(name: str) -> list[Path]:
     try:
         from huggingface_hub import HfApi, hf_hub_download
 
-        options = {"repo_id": repository, "repo_type": "dataset", "revision": "refs/convert/parquet"}
-        listed = [f for f in HfApi().list_repo_files(**options) if f.endswith(".parquet")]
+        branch = "refs/convert/parquet"
+        found = HfApi().list_repo_files(repository, repo_type="dataset", revision=branch)
+        listed = [f for f in found if f.endswith(".parquet")]
         splits = sorted({Path(f).parent.name for f in listed})
         configs = sorted({Path(f).parts[0] for f in listed})
         config = "default" if "default" in configs else configs[0] if configs else ""
         chosen = [f for f in listed if Path(f).parent == Path(config, split)]
         if chosen:
-            return [Path(hf_hub_download(filename=f, **options)) for f in sorted(chosen)]
+            return [
+                Path(hf_hub_download(repository, f, repo_type="dataset", revision=branch))
+                for f in sorted(chosen)
+            ]
     except Exception as error:  # the hub client raises a dozen unrelated types: http, offline, gated, absent
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(

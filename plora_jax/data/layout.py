@@ -1,6 +1,7 @@
-"""A slot's next examples and how they lie in the sequences of one micro-step: pure functions of its cursor."""
+"""A slot's next examples, and how they lie in a micro-step's sequences: pure functions of its cursor."""
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -59,7 +60,7 @@ def _order(data_seed: int, epoch: int, n: int) -> np.ndarray:
 
 
 def pending(slot: Slot, cursor: Cursor, group: int) -> np.ndarray:
-    """Return the rows up to the next multiple of `group` (the batch size: all that the open optimizer batch has left).
+    """Return the rows up to the next multiple of `group` (of the batch size: the rest of the open batch).
 
     Counting in multiples keeps slots of unlike batch sizes in lockstep even after a group had to be split.
     """
@@ -94,8 +95,36 @@ def fitting(slot: Slot, rows: np.ndarray, m: int, fill: bool, shape: Shape) -> i
     return taken
 
 
+def choose(
+    slots: Mapping[int, Slot],
+    rows: Mapping[int, np.ndarray],
+    m: int,
+    fill: bool,
+    shapes: Sequence[Shape],
+    apart: bool,
+) -> tuple[Shape, dict[int, int]]:
+    """Return a micro-step's shape and how many of its pending rows each slot takes.
+
+    In lockstep that is the first shape that holds them all; out of it (`apart`), or when none does, the shape
+    whose positions are put to best use, each slot taking what fits. Every slot takes at least one row.
+    """
+    best: tuple[float, Shape, dict[int, int]] | None = None
+    for shape in shapes:
+        taken = {j: fitting(s, rows[j], m, fill, shape) for j, s in slots.items()}
+        if not all(taken.values()):
+            continue
+        if not apart and all(taken[j] == len(rows[j]) for j in slots):
+            return shape, taken
+        real = sum(int(s.examples.lengths[rows[j][: taken[j]]].sum()) for j, s in slots.items())
+        share = real / (shape.S * m * len(slots))
+        if best is None or share > best[0]:
+            best = share, shape, taken
+    assert best is not None  # the loader refuses data whose longest row does not fit the last shape
+    return best[1], best[2]
+
+
 class Block(NamedTuple):
-    """Hold one slot's part of a batch: [m, S] tokens, positions, rows and [m, P] trained, targets, all int32."""
+    """Hold one slot's part of a batch, int32: [m, S] tokens, positions, rows; [m, P] trained, targets."""
 
     tokens: np.ndarray
     positions: np.ndarray
@@ -119,7 +148,7 @@ def blank(m: int, shape: Shape) -> Block:
 def lay_out(examples: Examples, rows: np.ndarray, m: int, fill: bool, shape: Shape) -> Block:
     """Place the examples `rows`: positions restart at each, `rows` tells them apart, labels stay inside each.
 
-    An example's labels are predicted from positions of that example alone, so nothing is trained across a border.
+    An example's labels are predicted from its own positions alone: nothing is trained across a border.
     """
     block = blank(m, shape)
     at, heads_at = [0] * m, [0] * m

@@ -38,10 +38,10 @@ class Faults:
 
 
 def read_rows(path: str | Path, faults: Faults) -> Iterator[Row]:
-    """Yield the rows of a .jsonl, .json, .csv, .tsv or .parquet file (compressed or not), or of a hub data set.
+    """Yield the rows of a .jsonl, .json, .csv, .tsv or .parquet file, compressed or not, or a hub data set.
 
-    Rows that cannot be read go to `faults`. UserError when the file itself cannot be read: absent, a directory,
-    an unknown suffix, broken compression, no rows at all.
+    Rows that cannot be read go to `faults`. UserError when the file itself cannot be read: absent, empty, a
+    directory, of unknown suffix, its compression, array, quoting or parquet structure broken.
     """
     file = Path(path)
     if not file.exists():
@@ -108,12 +108,12 @@ def _json_array(path: Path, raw: bytes, faults: Faults) -> Iterator[Row]:
         found = space.match(text, at)
         return found.end() if found else at
 
-    at, line, counted = skip(skip(0) + 1), 1, 0
+    at, at_line, counted = skip(skip(0) + 1), 1, 0
     first = True
     while True:
-        line += text.count("\n", counted, at)
+        at_line += text.count("\n", counted, at)
         counted = at
-        where = f"{path}, line {line}"
+        where = f"{path}, line {at_line}"
         if first and text[at : at + 1] == "]":
             break
         first = False
@@ -137,7 +137,7 @@ def _json_array(path: Path, raw: bytes, faults: Faults) -> Iterator[Row]:
             )
         at = skip(at + 1)
     if text[at + 1 :].strip():
-        raise UserError(f"{path}, line {line}: text follows the end of the JSON array.")
+        raise UserError(f"{path}, line {at_line}: text follows the end of the JSON array.")
 
 
 def _csv(path: Path, raw: bytes, delimiter: str, faults: Faults) -> Iterator[Row]:
@@ -206,4 +206,6 @@ def a_kind(value: Any) -> str:
         return f"the number {value}"
     if isinstance(value, str):
         return "text"
-    return {list: "a list", dict: "an object"}.get(type(value), f"a value of type {type(value).__name__}")
+    if isinstance(value, list | dict):
+        return "a list" if isinstance(value, list) else "an object"
+    return f"a value of type {type(value).__name__}"

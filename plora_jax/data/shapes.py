@@ -1,4 +1,4 @@
-"""The few static shapes (S positions, P trained positions) that a pack's micro-steps run at, chosen from the data."""
+"""The few static shapes (S positions, P trained positions) of a pack's micro-steps, chosen from the data."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -21,7 +21,7 @@ class Shape(NamedTuple):
 def spread(lengths: np.ndarray, m: int, fill: bool) -> np.ndarray:
     """Return the sequence (0 … m-1) of each of k examples: one each, or with `fill` balanced by length.
 
-    With `fill` the longest example goes first, each into the emptiest sequence (Graham 1969). Without it k ≤ m.
+    With `fill` the longest goes first, each into the emptiest sequence (Graham 1969). Without it k ≤ m.
     """
     k = len(lengths)
     if not fill:
@@ -36,7 +36,7 @@ def spread(lengths: np.ndarray, m: int, fill: bool) -> np.ndarray:
 
 
 def load(lengths: np.ndarray, counts: np.ndarray, m: int, fill: bool) -> Shape:
-    """Return the least shape that holds k examples in m sequences: the fullest sequence, the most trained one."""
+    """Return the least shape that holds k examples in m sequences: its fullest and its most trained one."""
     home = spread(lengths, m, fill)
     full = np.bincount(home, weights=lengths, minlength=m)
     trained = np.bincount(home, weights=counts, minlength=m)
@@ -48,7 +48,7 @@ def _round_up(x: np.ndarray, multiple: int) -> np.ndarray:
 
 
 def split_lengths(loads: np.ndarray, limit: int, multiple: int = 8) -> list[int]:
-    """Return at most `limit` lengths, multiples of `multiple`, that pad `loads` least in total (exact, by dynamic programme)."""
+    """Return at most `limit` multiples of `multiple` that pad `loads` least in total (dynamic programme)."""
     step = multiple
     while len(tops := np.unique(_round_up(loads, step))) > 512:
         step *= 2
@@ -84,7 +84,7 @@ def choose_shapes(
 ) -> tuple[Shape, ...]:
     """Choose at most `limit` shapes for jobs on `data` ((examples, data seed) pairs) that run in lockstep.
 
-    A micro-step takes `group` (default m) examples a slot into m sequences. The lengths pad the loads of epoch 0
+    A micro-step takes `group` (default m) examples a slot into m sequences. The lengths pad epoch 0's loads
     least; P is the most trained positions of any load that short. Every single example fits the last shape.
     """
     group = group or m
@@ -102,7 +102,4 @@ def choose_shapes(
     every = np.concatenate(loads)
     tops = split_lengths(every[:, 0], limit, multiple)
     most = [int(every[every[:, 0] <= S, 1].max()) for S in tops]
-    return tuple(
-        Shape(S, min(S, P if P <= 8 else int(_round_up(np.int64(P), 8))))
-        for S, P in zip(tops, most, strict=True)
-    )
+    return tuple(Shape(S, min(S, P if P <= 8 else -(-P // 8) * 8)) for S, P in zip(tops, most, strict=True))

@@ -1,10 +1,9 @@
 """A conversation as text through the model's own chat template, with the characters of each assistant turn.
 
-The characters are found by rendering twice: once with a marker in place of every assistant turn, which shows the
-text that the template itself puts around them, and once for real. No token is ever searched for.
+The characters are found by rendering twice: once with a marker in place of every assistant turn, which shows
+the text that the template itself puts around them, and once for real. No token is ever searched for.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +22,7 @@ _OPEN, _CLOSE = "\ue000", "\ue001"  # private-use characters: no tokenizer or te
 
 
 class Span(NamedTuple):
-    """Mark one assistant turn in a text: its content is [start, stop), its turn's end mark is in [stop, end)."""
+    """Mark one assistant turn in a text: its content is [start, stop), its end mark lies in [stop, end)."""
 
     start: int
     stop: int
@@ -51,7 +50,7 @@ class Template:
 
     @cached_property
     def tail(self) -> str:
-        """Give the text that ends a conversation whose last turn is the assistant's: its end mark comes first."""
+        """Give the text after a conversation's last turn, the assistant's: its end mark comes first."""
         try:
             return self._apply([Turn("user", "a"), Turn("assistant", _OPEN)]).partition(_OPEN)[2]
         except Exception:
@@ -65,8 +64,8 @@ class Template:
     def render(self, turns: Sequence[Turn], where: str) -> tuple[str, list[Span]]:
         """Return the conversation's text and one Span for each assistant turn that is not blank.
 
-        A system turn goes in front of the first user turn when the template knows no system role. UserError when
-        the template refuses the conversation (roles that do not alternate, say) or hides an assistant turn.
+        A system turn goes in front of the first user turn when the template knows no system role. UserError
+        when the template refuses the conversation (roles that do not alternate, say) or hides a turn.
         """
         if not self.has_system:
             turns = merge_system(turns)
@@ -91,9 +90,13 @@ class Template:
                 raise UserError(
                     f"{where}: the model's chat template rewrites assistant turn {n + 1} beyond recognition."
                 )
-            spans.append(Span(start, stop, stop + len(os.path.commonprefix([self.tail, after]))))
+            spans.append(Span(start, stop, stop + _agreement(self.tail, after)))
             at = stop
         return text, spans
+
+
+def _agreement(a: str, b: str) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _content_end(text: str, start: int, content: str, after: str, last: bool) -> int | None:
@@ -101,7 +104,7 @@ def _content_end(text: str, start: int, content: str, after: str, last: bool) ->
         stop = start + len(kept)
         if text.startswith(kept, start) and (text[stop:] == after if last else text.startswith(after, stop)):
             return stop
-    # the template changed the content (dropped its reasoning part, say): it ends where the template's own text goes on
+    # the template changed the content (dropped its reasoning, say): it ends where the template's text goes on
     stop = len(text) - len(after) if last else text.find(after, start)
     return stop if stop >= start and text.startswith(after, stop) else None
 

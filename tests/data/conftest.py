@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 CORPUS = [
@@ -19,7 +19,7 @@ CORPUS = [
 
 
 def make_tokenizer(template=CHATML, *, eos="<|im_end|>", bos=None, adds_bos=False, trim_offsets=False):
-    """Build a byte-level BPE tokenizer of about 330 tokens; `adds_bos` makes it put BOS in front by itself."""
+    """Build a byte-level BPE tokenizer of about 330 tokens; `adds_bos`: it puts BOS in front by itself."""
     special = [AddedToken(t, special=True) for t in ("<s>", "</s>", "<|im_start|>", "<|im_end|>")]
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
