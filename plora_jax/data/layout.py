@@ -45,11 +45,22 @@ class Slot:
 
 
 class Cursor(NamedTuple):
-    """Say where a slot stands: in `epoch`, `offset` rows of it taken, `step` optimizer steps closed."""
+    """Say where a slot stands: its open batch starts at `offset` in the order of `epoch`.
+
+    `step` optimizer steps are closed; bit i of `taken` is set when row i of the open batch has been handed
+    out.
+    """
 
     epoch: int = 0
     offset: int = 0
     step: int = 0
+    taken: int = 0
+
+    @property
+    def place(self) -> tuple[int, int] | None:
+        """Give (epoch, rows handed out of it), or None when they were not handed out in order."""
+        in_order = self.taken & (self.taken + 1) == 0
+        return (self.epoch, self.offset + self.taken.bit_count()) if in_order else None
 
 
 @lru_cache(maxsize=64)
@@ -59,66 +70,87 @@ def _order(data_seed: int, epoch: int, n: int) -> np.ndarray:
     return rows
 
 
-def pending(slot: Slot, cursor: Cursor, group: int) -> np.ndarray:
-    """Return the rows up to the next multiple of `group` (of the batch size: the rest of the open batch).
+def open_batch(slot: Slot, cursor: Cursor) -> np.ndarray:
+    """Return the rows of the slot's open optimizer batch; the last one of an epoch may be short."""
+    rows = _order(slot.data_seed, cursor.epoch, len(slot.examples))
+    return rows[cursor.offset : cursor.offset + slot.batch_size]
 
-    Counting in multiples keeps slots of unlike batch sizes in lockstep even after a group had to be split.
+
+def pending(slot: Slot, cursor: Cursor, group: int | None) -> np.ndarray:
+    """Return which rows of the open batch (indices into it) are next: those not taken yet.
+
+    With `group` only those up to the next multiple of it: counted so, slots of unlike batch sizes stay in
+    lockstep even after a group had to be split.
     """
+    size = min(slot.batch_size, len(slot.examples) - cursor.offset)
+    if group is None:
+        return np.array([i for i in range(size) if not cursor.taken >> i & 1], dtype=np.int64)
+    done = cursor.taken.bit_count()
+    return np.arange(done, min(size, (done // group + 1) * group))
+
+
+def advance(slot: Slot, cursor: Cursor, took: np.ndarray) -> tuple[Cursor, bool]:
+    """Move the cursor over rows `took` of the open batch; return it and whether that closes the batch."""
     n = len(slot.examples)
-    end = min(n, (cursor.offset // group + 1) * group)
-    return _order(slot.data_seed, cursor.epoch, n)[cursor.offset : end]
+    size = min(slot.batch_size, n - cursor.offset)
+    taken = cursor.taken | sum(1 << int(i) for i in took)
+    if taken.bit_count() < size:
+        return cursor._replace(taken=taken), False
+    epoch, offset = divmod(cursor.offset + size, n)
+    return Cursor(cursor.epoch + epoch, offset, cursor.step + 1), True
 
 
-def advance(slot: Slot, cursor: Cursor, taken: int) -> tuple[Cursor, bool]:
-    """Move the cursor over `taken` rows; return it and whether that closes the optimizer batch."""
-    n, offset = len(slot.examples), cursor.offset + taken
-    closes = offset == n or offset % slot.batch_size == 0
-    step = cursor.step + closes
-    return (Cursor(cursor.epoch + 1, 0, step) if offset == n else Cursor(cursor.epoch, offset, step)), closes
+def leading(lengths: np.ndarray, counts: np.ndarray, m: int, fill: bool, shape: Shape) -> np.ndarray:
+    """Return the longest prefix of the examples, as indices, that fits m sequences of `shape`."""
+    for k in range(len(lengths) if fill else min(m, len(lengths)), 0, -1):
+        need = load(lengths[:k], counts[:k], m, fill)
+        if need.S <= shape.S and need.P <= shape.P:
+            return np.arange(k)
+    return np.arange(0)
 
 
-def fitting(slot: Slot, rows: np.ndarray, m: int, fill: bool, shape: Shape) -> int:
-    """Count how many of the first `rows` fit m sequences of `shape` (0 when not even the first does)."""
-    lengths, counts = slot.examples.lengths[rows], slot.examples.counts[rows]
-    if not fill:
-        fits = (lengths[:m] <= shape.S) & (counts[:m] <= shape.P)
-        return int(fits.size if fits.all() else fits.argmin())
-    if m == 1:
-        fits = (lengths.cumsum() <= shape.S) & (counts.cumsum() <= shape.P)
-        return int(fits.size if fits.all() else fits.argmin())
-    taken = 0
-    while taken < len(rows):
-        need = load(lengths[: taken + 1], counts[: taken + 1], m, fill)
-        if need.S > shape.S or need.P > shape.P:
-            break
-        taken += 1
-    return taken
+def selection(lengths: np.ndarray, counts: np.ndarray, m: int, shape: Shape) -> np.ndarray:
+    """Return examples, as indices, that fill m sequences of `shape` well: the longest first, those that fit.
+
+    Each goes into the emptiest sequence or not at all, so that `spread` finds the same places again.
+    """
+    sizes, heads = lengths.tolist(), counts.tolist()
+    full, trained, took = [0] * m, [0] * m, []
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        b = full.index(min(full))
+        if full[b] + sizes[i] <= shape.S and trained[b] + heads[i] <= shape.P:
+            full[b], trained[b] = full[b] + sizes[i], trained[b] + heads[i]
+            took.append(i)
+    return np.array(sorted(took), dtype=np.int64)
 
 
 def choose(
-    slots: Mapping[int, Slot],
-    rows: Mapping[int, np.ndarray],
+    lengths: Mapping[int, np.ndarray],
+    counts: Mapping[int, np.ndarray],
     m: int,
     fill: bool,
     shapes: Sequence[Shape],
     apart: bool,
-) -> tuple[Shape, dict[int, int]]:
-    """Return a micro-step's shape and how many of its pending rows each slot takes.
+) -> tuple[Shape, dict[int, np.ndarray]]:
+    """Return a micro-step's shape and which of its pending examples (by slot: tokens, labels) each slot takes.
 
-    In lockstep that is the first shape that holds them all; out of it (`apart`), or when none does, the shape
-    whose positions are put to best use, each slot taking what fits. Every slot takes at least one row.
+    In lockstep that is the first shape that holds them all, or failing that as many leading ones as the
+    best shape holds. Out of it (`apart`) slots choose freely within their optimizer batch. The best shape
+    is the one whose positions are put to most use. Every slot takes at least one example.
     """
-    best: tuple[float, Shape, dict[int, int]] | None = None
+    best: tuple[float, Shape, dict[int, np.ndarray]] | None = None
     for shape in shapes:
-        taken = {j: fitting(s, rows[j], m, fill, shape) for j, s in slots.items()}
-        if not all(taken.values()):
+        took = {
+            j: selection(n, counts[j], m, shape) if apart else leading(n, counts[j], m, fill, shape)
+            for j, n in lengths.items()
+        }
+        if not all(map(len, took.values())):
             continue
-        if not apart and all(taken[j] == len(rows[j]) for j in slots):
-            return shape, taken
-        real = sum(int(s.examples.lengths[rows[j][: taken[j]]].sum()) for j, s in slots.items())
-        share = real / (shape.S * m * len(slots))
+        if not apart and all(len(took[j]) == len(n) for j, n in lengths.items()):
+            return shape, took
+        share = sum(int(n[took[j]].sum()) for j, n in lengths.items()) / (shape.S * m * len(lengths))
         if best is None or share > best[0]:
-            best = share, shape, taken
+            best = share, shape, took
     assert best is not None  # the loader refuses data whose longest row does not fit the last shape
     return best[1], best[2]
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from plora_jax.batch import Batch
-from plora_jax.data.layout import Block, Cursor, Slot, advance, blank, choose, lay_out, pending
+from plora_jax.data.layout import Block, Cursor, Slot, advance, blank, choose, lay_out, open_batch, pending
 from plora_jax.data.shapes import Shape
 from plora_jax.errors import UserError
 
@@ -39,15 +39,15 @@ class _Ahead(NamedTuple):
 class PackLoader:
     """Iterate over the micro-batches of J slots until every slot is done.
 
-    A micro-step gives every slot its next `group` examples (default m: one a sequence) of its open optimizer
-    batch, and ends with that batch (`close`); so `group` must divide every batch size. With `fill` examples
-    share sequences: in lockstep (all slots at the same row of the same order) `group` of them go into m
-    sequences, out of lockstep as many as fit. Other slots change what a slot gets through the shape alone, and
-    through whether all are in lockstep.
+    A micro-step gives every slot its next `group` examples (default m: one a sequence) of its open
+    optimizer batch, and ends with that batch (`close`); so `group` must divide every batch size. With
+    `fill` examples share sequences: in lockstep (all slots at the same row of the same order) `group` of
+    them go into m sequences, out of lockstep as many as fit. Other slots change what a slot gets in two
+    ways alone: through the shape, and through whether all are in lockstep.
 
     `cursors` are those of the batches handed out, not of the ones made ahead: save them, and a loader built
-    with them goes on with the same bits. UserError when `group` does not divide a batch size, or a row fits no
-    shape.
+    with them goes on with the same bits. UserError when `group` divides not every batch size, or a row fits
+    no shape.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class PackLoader:
         last = self.shapes[-1]
         if longest > last.S or most > last.P:
             raise UserError(
-                f"{slot.examples.report.path}: its longest row has {longest} tokens (at most {most} trained), "
+                f"{slot.examples.report.path}: has rows of up to {longest} tokens ({most} trained), "
                 f"more than the pack's longest shape of {last.S} ({last.P})."
             )
 
@@ -136,21 +136,26 @@ class PackLoader:
         running = {j: s for j, s in enumerate(slots) if s is not None and cursors[j].step < s.steps}
         if not running:
             return None
-        heads = {(s.examples.digest, s.data_seed, cursors[j][:2]) for j, s in running.items()}
-        apart = self.fill and len(heads) > 1
-        rows = {j: pending(s, cursors[j], s.batch_size if apart else self.group) for j, s in running.items()}
-        shape, taken = choose(running, rows, self.m, self.fill, self.shapes, apart)
+        places = {(s.examples.digest, s.data_seed, cursors[j].place) for j, s in running.items()}
+        apart = self.fill and (len(places) > 1 or cursors[min(running)].place is None)
+        batches = {j: open_batch(s, cursors[j]) for j, s in running.items()}
+        waiting = {j: pending(s, cursors[j], None if apart else self.group) for j, s in running.items()}
+        lengths = {j: s.examples.lengths[batches[j][waiting[j]]] for j, s in running.items()}
+        counts = {j: s.examples.counts[batches[j][waiting[j]]] for j, s in running.items()}
+        shape, took = choose(lengths, counts, self.m, self.fill, self.shapes, apart)
 
         blocks = [blank(self.m, shape)] * len(slots)
         made: dict[tuple, Block] = {}  # slots in lockstep share one layout
         closes, active = np.zeros(len(slots), dtype=bool), np.zeros(len(slots), dtype=bool)
         epoch = np.array([c.epoch for c in cursors], dtype=np.int32)
         for j, slot in running.items():
-            key = (id(slot.examples), slot.data_seed, *cursors[j][:2], taken[j])
+            chosen = waiting[j][took[j]]
+            rows = batches[j][chosen]
+            key = (id(slot.examples), rows.tobytes())
             if key not in made:
-                made[key] = lay_out(slot.examples, rows[j][: taken[j]], self.m, self.fill, shape)
+                made[key] = lay_out(slot.examples, rows, self.m, self.fill, shape)
             blocks[j], active[j] = made[key], True
-            cursors[j], closes[j] = advance(slot, cursors[j], taken[j])
+            cursors[j], closes[j] = advance(slot, cursors[j], chosen)
         stacked = [np.stack(parts) for parts in zip(*blocks, strict=True)]
         # numpy here, device arrays once the step takes them
         return Batch(*stacked, epoch, closes, active), tuple(cursors)  # type: ignore[arg-type, call-arg]

@@ -79,6 +79,7 @@ def choose_shapes(
     *,
     group: int | None = None,
     fill: bool = False,
+    refill: bool = False,
     limit: int = MAX_SHAPES,
     multiple: int = 8,
 ) -> tuple[Shape, ...]:
@@ -86,20 +87,28 @@ def choose_shapes(
 
     A micro-step takes `group` (default m) examples a slot into m sequences. The lengths pad epoch 0's loads
     least; P is the most trained positions of any load that short. Every single example fits the last shape.
+    With `refill` half of the shapes suit slots out of lockstep: they are chosen for single examples.
     """
     group = group or m
-    loads = []
-    for examples, seed in {(e.digest, s): (e, s) for e, s in data}.values():
-        lengths, counts = examples.lengths, examples.counts
-        if group == 1:
-            loads.append(np.stack([lengths, counts], axis=1))
-            continue
-        sequence = order(seed, 0, len(examples))
-        pieces = [sequence[i : i + group] for i in range(0, len(sequence), group)]
-        found = [load(lengths[p], counts[p], m, fill) for p in pieces]
-        longest = Shape(int(lengths.max()), int(counts.max()))
-        loads.append(np.array([*found, longest], dtype=np.int64))
-    every = np.concatenate(loads)
-    tops = split_lengths(every[:, 0], limit, multiple)
+    unique = {(e.digest, seed): (e, seed) for e, seed in data}
+    singles = np.concatenate([np.stack([e.lengths, e.counts], axis=1) for e, _ in unique.values()])
+    loads = (
+        singles
+        if group == 1
+        else np.array([n for e, seed in unique.values() for n in _loads(e, seed, m, group, fill)])
+    )
+    if refill and group > 1:
+        tops = split_lengths(loads[:, 0], limit - limit // 2, multiple)
+        tops = sorted({*tops, *split_lengths(singles[:, 0], limit // 2, multiple)})
+    else:
+        # the longest example must fit by itself even where no group of epoch 0 was as long
+        tops = split_lengths(np.append(loads[:, 0], singles[:, 0].max()), limit, multiple)
+    every = np.concatenate([loads, singles])
     most = [int(every[every[:, 0] <= S, 1].max()) for S in tops]
     return tuple(Shape(S, min(S, P if P <= 8 else -(-P // 8) * 8)) for S, P in zip(tops, most, strict=True))
+
+
+def _loads(examples: Examples, seed: int, m: int, group: int, fill: bool) -> list[Shape]:
+    rows = order(seed, 0, len(examples))
+    pieces = (rows[i : i + group] for i in range(0, len(rows), group))
+    return [load(examples.lengths[p], examples.counts[p], m, fill) for p in pieces]
