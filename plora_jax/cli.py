@@ -10,9 +10,13 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from plora_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from plora_jax.config import Sweep
+    from plora_jax.jobs import Job
 
 
 class _Terminated(BaseException):
@@ -170,28 +174,30 @@ def _quickstart(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from plora_jax.config import load_sweep
     from plora_jax.planning import plan_command
 
-    return plan_command(load_sweep(args.sweep), args)
+    return plan_command(*_read(args.sweep), args)
 
 
 def _sweep(args: argparse.Namespace) -> int:
-    from plora_jax.config import load_sweep, unsupported
-    from plora_jax.search import search_jobs
+    from plora_jax.config import unsupported
 
-    sweep = load_sweep(args.sweep)
-    notes: list[str] = []
-    jobs = search_jobs(sweep, notes.append)
+    sweep, jobs = _read(args.sweep)
     if missing := unsupported(sweep):
         raise UserError(f"{args.sweep}: " + "; ".join(missing))
     out = args.out or Path("runs") / args.sweep.stem
     check_out(out, args.resume)
-    for note in notes:
-        print(f"note: {note}")
     from plora_jax.engine import run_sweep
 
     return run_sweep(sweep, jobs, out, resume=args.resume, dry_run=args.dry_run)
+
+
+def _read(path: Path) -> "tuple[Sweep, list[Job]]":
+    from plora_jax.config import load_sweep
+    from plora_jax.search import search_jobs
+
+    sweep = load_sweep(path)
+    return sweep, search_jobs(sweep, lambda text: print(f"note: {text}"))
 
 
 def _eval(args: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from plora_jax.data.formats import Format
 from plora_jax.jobs import JOB_FIELDS
 from plora_jax.schema import section, unknown
 from plora_jax.space import (
@@ -25,15 +26,11 @@ from plora_jax.yamlfile import Faults, dump_yaml, parse_yaml, read_yaml, shown
 METRICS = ("loss", "choice_accuracy", "exact_match")
 
 
-def _need(doc: str, **meta: Any) -> Any:
-    return field(metadata={"doc": doc, **meta})
-
-
 @dataclass(frozen=True)
 class DataConfig:
     """Name the rows to train on, to choose by and to report on, and how they are read."""
 
-    train: str = _need("training rows: a file, or a Hugging Face data set name")
+    train: str = field(metadata={"doc": "training rows: a file, or a Hugging Face data set name"})
     eval: str = setting("", "held-out rows that the best job is chosen by")
     test: str = setting("", "other held-out rows; the base model and the best job are scored on them once")
     max_length: int = setting(1024, "longest row in tokens", low=8, high=1_048_576)
@@ -43,9 +40,7 @@ class DataConfig:
     choices: tuple[str, ...] = setting(
         (), "the answers of choice_accuracy, where a row does not list its own"
     )
-    format: Literal["auto", "chat", "prompt_completion", "alpaca", "text"] = setting(
-        "auto", "how a row is read"
-    )
+    format: Literal["auto", Format] = setting("auto", "how a row is read")
     on_long: Literal["truncate", "drop", "error"] = setting(
         "truncate", "what happens to a row longer than max_length"
     )
@@ -95,7 +90,7 @@ class Export:
 class Sweep:
     """Hold one checked SWEEP.yaml."""
 
-    model: str = _need("hub id, local directory, or .gguf file")
+    model: str = field(metadata={"doc": "hub id, local directory, or .gguf file"})
     data: DataConfig
     search: SearchConfig = field(default=SearchConfig())
     train: TrainConfig = field(default=TrainConfig())
@@ -178,6 +173,9 @@ def _sweep(raw: dict[str, Any], faults: Faults, base_dir: Path) -> Sweep:
     train = read_train(raw.get("train"), faults, SECTION_OF)
     search = read_search(raw, train, faults, SECTION_OF)
     faults.check()
+    beside = base_dir / Path(top["model"]).expanduser()  # as data files are: relative to the sweep's own file
+    if beside.exists():
+        top["model"] = str(beside.absolute())
     return Sweep(
         data=DataConfig(**parts["data"]),
         search=search,
@@ -236,6 +234,8 @@ def unsupported(sweep: Sweep) -> list[str]:
         out.append(
             f"data.metric: {sweep.data.metric} is not scored by a sweep yet; use loss or choice_accuracy"
         )
+    if sweep.eval != EvalConfig():
+        out.append("eval: jobs are scored at their end only so far; leave every_epochs and every_steps out")
     if sweep.early_stop.method != "none":
         out.append(f"early_stop.method: {sweep.early_stop.method} can be planned but not run yet; use none")
     return out

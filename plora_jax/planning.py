@@ -1,0 +1,189 @@
+"""From a sweep to a plan: the planner's words for its model, jobs and devices. Imports no JAX."""
+
+import math
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import planner
+from planner.devices import DEVICES
+from plora_jax.config import Sweep
+from plora_jax.data.examples import Examples
+from plora_jax.data.layout import steps_per_epoch, total_steps
+from plora_jax.errors import UserError
+from plora_jax.jobs import LINEAR, Job
+from plora_jax.machine import Gpu, cores, gpus, memory_bytes
+from plora_jax.models.config import ModelConfig
+from plora_jax.sizes import Size, data_size, token_counter
+
+
+def model_shape(config: ModelConfig, name: str) -> planner.ModelShape:
+    """Describe a model to the planner."""
+    return planner.ModelShape(
+        name=name,
+        n_layers=config.n_layers,
+        d_model=config.d_model,
+        d_ff=config.d_ff,
+        n_heads=config.n_heads,
+        n_kv_heads=config.n_kv_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        tied=config.tied,
+        n_params=config.n_params,
+        sites=tuple((site.name, site.d_in, site.d_out) for site in config.sites),
+    )
+
+
+def trained_rows(job: Job, n: int) -> int:
+    """Count the rows a job trains on until its last step, of n a pass; a pass may end in a partial batch."""
+    epochs, rest = divmod(total_steps(job, n), steps_per_epoch(n, job.batch_size))
+    return epochs * n + min(rest * job.batch_size, n)
+
+
+def job_spec(job: Job, size: Size, data: str, scored: int = 0) -> planner.JobSpec:
+    """Describe a job to the planner; `scored` tokens are its evaluations'."""
+    return planner.JobSpec(
+        job_id=job.job_id,
+        rank=max([job.rank, *(rank for _, rank in job.rank_pattern)]),
+        batch_size=job.batch_size,
+        rows=trained_rows(job, size.rows),
+        row_tokens=size.row_tokens,
+        max_row_tokens=size.max_row_tokens,
+        data=f"{job.train or data} order {job.data_seed}",
+        targets=None if job.targets == LINEAR else frozenset(job.targets),
+        has_dropout=job.dropout > 0,
+        optimizer=job.optimizer,
+        eval_tokens=scored,
+    )
+
+
+def plan_jobs(
+    sweep: Sweep,
+    config: ModelConfig,
+    jobs: Sequence[Job],
+    train: Mapping[str, Examples],
+    scored: Mapping[str, int],
+    *,
+    devices: planner.Devices | None = None,
+    cost_model: planner.CostModel | None = None,
+) -> planner.Plan:
+    """Plan jobs whose data is read: `train` holds each job's rows, `scored` the tokens it is scored on.
+
+    Without `devices` the plan is for the one device of this process.
+
+    Raises:
+      UserError: no plan is possible, or the sweep names other devices than this process has.
+    """
+    sizes = {}
+    for job_id, examples in train.items():
+        lengths = examples.lengths
+        sizes[job_id] = Size(len(examples), float(lengths.mean()), int(lengths.max()), "")
+    specs = [job_spec(job, sizes[job.job_id], sweep.data.train, scored[job.job_id]) for job in jobs]
+    return _plan(sweep, config, jobs, specs, devices or _this_device(sweep.devices), cost_model)
+
+
+def plan_sweep(
+    sweep: Sweep,
+    jobs: Sequence[Job],
+    *,
+    devices: str | None = None,
+    cost_model: planner.CostModel | None = None,
+    rows: int | None = None,
+) -> planner.Plan:
+    """Plan a sweep from its files alone; `rows` stands in for training data that is not at hand.
+
+    Raises:
+      UserError: the model is unknown or unsupported, the data cannot be read, or no plan is possible.
+    """
+    from plora_jax.models.find import load_config
+
+    config = load_config(sweep.model)
+    rows, count, data = rows or sweep.data.rows, token_counter(sweep.model), sweep.data
+    names = dict.fromkeys(job.train or data.train for job in jobs)
+    sizes = {name: data_size(sweep, name, count, rows) for name in names}
+    scored = 0
+    if data.eval and (rows is None or sweep.path(data.eval).exists()):
+        held_out = data_size(sweep, data.eval, count)
+        scored = math.ceil(held_out.rows * held_out.row_tokens)
+    specs = [job_spec(job, sizes[job.train or data.train], data.train, scored) for job in jobs]
+    plan = _plan(sweep, config, jobs, specs, find_devices(devices or sweep.devices), cost_model)
+    told = [f"{name}: {size}" for name, size in sizes.items()]
+    return replace(plan, notes=(*plan.notes, *told))
+
+
+def _plan(
+    sweep: Sweep,
+    config: ModelConfig,
+    jobs: Sequence[Job],
+    specs: Sequence[planner.JobSpec],
+    devices: planner.Devices,
+    cost_model: planner.CostModel | None,
+) -> planner.Plan:
+    asked = sweep.precision.base
+    precision = asked if asked != "auto" else "fp32" if devices.spec.name == "cpu" else "bf16"
+    try:
+        shape = model_shape(config, sweep.model)
+        plan = planner.make_plan(specs, shape, devices, precision=precision, cost_model=cost_model)
+    except planner.PlanError as error:
+        raise UserError(str(error)) from None
+    fields = {job.job_id: job.to_dict() for job in jobs}
+    return replace(plan, jobs={name: spec | fields[name] for name, spec in plan.jobs.items()})
+
+
+def find_devices(text: str) -> planner.Devices:
+    """Read `8xA100-40GB`, `cpu-16GB`, `cpu` (this machine's) or `auto` (its GPUs, else its CPU)."""
+    text = text.strip()
+    found = gpus() if text == "auto" else []
+    if found:
+        kind = _spec(found[0])
+        return planner.Devices(kind, sum(gpu.name == found[0].name for gpu in found))
+    try:
+        return (
+            planner.cpu_device(memory_bytes(), cores()) if text in ("auto", "cpu") else planner.devices(text)
+        )
+    except planner.PlanError as error:
+        raise UserError(f"devices: {error}") from None
+
+
+def _spec(gpu: Gpu) -> planner.DeviceSpec:
+    """Return a GPU's known type, else the nearest smaller one, with the memory that the driver reports."""
+    memory = gpu.memory_mib * 2**20
+    name = gpu.name.upper().replace(" ", "").replace("-", "")
+    named = [s for s in DEVICES.values() if s.name.split("-")[0].upper() in name]
+    smaller = [s for s in DEVICES.values() if s.memory_bytes <= memory] or list(DEVICES.values())
+    spec = min(named or smaller, key=lambda s: abs(s.memory_bytes - memory))
+    return replace(spec, memory_bytes=memory)
+
+
+def _this_device(text: str) -> planner.Devices:
+    """Return the one device this process computes on, and refuse a sweep that asks for another kind."""
+    import jax
+
+    cpu = jax.default_backend() == "cpu"
+    devices = find_devices("cpu" if cpu else "auto")
+    if text not in ("auto", "cpu") or (text == "cpu" and not cpu):
+        asked = find_devices(text)
+        if asked.spec.name != devices.spec.name:
+            here = devices.spec.name
+            raise UserError(f"devices: {text} is asked for, but this process computes on {here}; use auto")
+        return replace(asked, count=1)
+    return replace(devices, count=1)
+
+
+def plan_command(sweep: Sweep, jobs: Sequence[Job], args: Namespace) -> int:
+    """Plan a sweep for the command line: print the plan, and write it where `--json` says."""
+    target: Path | None = args.json
+    if target and not target.parent.is_dir():
+        raise UserError(f"--json {target}: the directory {target.parent} does not exist")
+    if args.rows is not None and args.rows < 1:
+        raise UserError(f"--rows {args.rows}: must be at least 1")
+    cost = planner.CostModel.load(args.cost_model) if args.cost_model else None
+    plan = plan_sweep(sweep, jobs, devices=args.devices, cost_model=cost, rows=args.rows)
+    print(planner.render_plan(plan))
+    if target:
+        from plora_jax.rundir import write_atomic
+
+        write_atomic(target, plan.to_json() + "\n")
+        print(f"plan written to {target}")
+    return 0
