@@ -72,8 +72,8 @@ class Coder:
             highest = int(array.max(initial=-1))
             if self.vocab_size is not None and highest >= self.vocab_size:
                 raise UserError(
-                    f"{where}: token id {highest} ({self.tokenizer.convert_ids_to_tokens(highest)!r}) is outside "
-                    f"the model's {self.vocab_size} embeddings: not this model's tokenizer."
+                    f"{where}: token id {highest} ({self.tokenizer.convert_ids_to_tokens(highest)!r}) is "
+                    f"outside the model's {self.vocab_size} embeddings: not this model's tokenizer."
                 )
             start, end = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
             # byte-level tokenizers may leave spaces out of the offsets: each reaches back to the one before

@@ -132,22 +132,29 @@ def choose(
     shapes: Sequence[Shape],
     apart: bool,
 ) -> tuple[Shape, dict[int, np.ndarray]]:
-    """Return a micro-step's shape and which of its pending examples (by slot: tokens, labels) each slot takes.
+    """Return a micro-step's shape and which pending examples (tokens and labels by slot) each slot takes.
 
     In lockstep that is the first shape that holds them all, or failing that as many leading ones as the
     best shape holds. Out of it (`apart`) slots choose freely within their optimizer batch. The best shape
     is the one whose positions are put to most use. Every slot takes at least one example.
     """
+    if not apart:
+        needs = [load(n, counts[j], m, fill) for j, n in lengths.items()]
+        most = Shape(max(n.S for n in needs), max(n.P for n in needs))
+        for shape in shapes:
+            if most.S <= shape.S and most.P <= shape.P:
+                return shape, {j: np.arange(len(n)) for j, n in lengths.items()}
     best: tuple[float, Shape, dict[int, np.ndarray]] | None = None
+    least = max(int(n.min()) for n in lengths.values())
     for shape in shapes:
+        if least > shape.S:
+            continue
         took = {
             j: selection(n, counts[j], m, shape) if apart else leading(n, counts[j], m, fill, shape)
             for j, n in lengths.items()
         }
         if not all(map(len, took.values())):
             continue
-        if not apart and all(len(took[j]) == len(n) for j, n in lengths.items()):
-            return shape, took
         share = sum(int(n[took[j]].sum()) for j, n in lengths.items()) / (shape.S * m * len(lengths))
         if best is None or share > best[0]:
             best = share, shape, took

@@ -37,6 +37,10 @@ def spread(lengths: np.ndarray, m: int, fill: bool) -> np.ndarray:
 
 def load(lengths: np.ndarray, counts: np.ndarray, m: int, fill: bool) -> Shape:
     """Return the least shape that holds k examples in m sequences: its fullest and its most trained one."""
+    if fill and m == 1:
+        return Shape(int(lengths.sum()), int(counts.sum()))
+    if not fill:
+        return Shape(int(lengths.max()), int(counts.max()))
     home = spread(lengths, m, fill)
     full = np.bincount(home, weights=lengths, minlength=m)
     trained = np.bincount(home, weights=counts, minlength=m)
