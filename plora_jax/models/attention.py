@@ -13,8 +13,8 @@ FULL = jnp.iinfo(jnp.int32).max  # the window of a layer without one
 def visible(rows: Int32[Array, "B S"], segments: bool) -> Bool[Array, "#B S S"]:
     """Tell which keys (last axis) each query may see: not later, and of the same example.
 
-    Padding (row -1) sees padding alone, so no query is without a key and no softmax is NaN. Without `segments`
-    every sequence holds one example with its padding at the end, and causality alone keeps padding out.
+    Padding (row -1) sees padding alone, so no query is without a key and no softmax is NaN. Without
+    `segments` each sequence holds one example, its padding at the end, and causality alone keeps padding out.
     """
     index = jnp.arange(rows.shape[-1])
     causal = (index[:, None] >= index[None, :])[None]  # [1, S, S]
@@ -60,7 +60,8 @@ def _attend_cudnn(
     q: Array, k: Array, v: Array, seen: Array, window: Array | None, config: ModelConfig
 ) -> Array:
     B, S, N, _ = q.shape
-    # Under vmap jax reshapes the mask to [J·B, N, S, S], so it must have all heads; without segments there is none.
+    # Under vmap jax reshapes the mask to [J·B, N, S, S], so it must have all heads; with one example per
+    # sequence there is none.
     mask = None if seen.shape[0] == 1 < B else jnp.broadcast_to(seen[:, None], (B, N, S, S))
 
     def flash(local: int | None) -> Array:

@@ -43,7 +43,7 @@ def open_directory(directory: Path) -> dict[str, Stored]:
     With an index, only the shards and keys that it lists count; other files are ignored.
 
     Raises:
-        UserError: no safetensors weights, a shard of the index is missing or truncated, a dtype is not a float.
+        UserError: no safetensors weights, a missing or truncated shard, a dtype that is not a float.
     """
     index = directory / "model.safetensors.index.json"
     single = directory / "model.safetensors"

@@ -1,4 +1,4 @@
-"""What a model is, read from its config.json: one frozen description that decoder, loader, planner and docs share."""
+"""What a model is, read from its config.json: one description for decoder, loader, planner and docs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ SOURCES = ("attn_in", "attn_out", "mlp_in", "mlp_act")
 
 @dataclass(frozen=True)
 class Site:
-    """Name one Linear that may carry an adapter, as PEFT names it; `source` is the activation that it reads."""
+    """Name one Linear that may carry an adapter, as PEFT names it; `source` is the input that it reads."""
 
     name: str
     module: str
@@ -66,12 +66,12 @@ class ModelConfig:
 
     @cached_property
     def sites(self) -> tuple[Site, ...]:
-        """List the Linears of a layer in the order of the forward pass; the output head is never among them."""
+        """List the Linears of a layer in the order of the forward pass; the output head is not among them."""
         d, f = self.d_model, self.d_ff
         q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
         if self.fused:
-            attn_in = (("qkv_proj", q + 2 * kv),)
-            mlp_in = (("gate_up_proj", 2 * f),)
+            attn_in: tuple[tuple[str, int], ...] = (("qkv_proj", q + 2 * kv),)
+            mlp_in: tuple[tuple[str, int], ...] = (("gate_up_proj", 2 * f),)
         else:
             attn_in = (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
             mlp_in = (("gate_proj", f), ("up_proj", f))
@@ -83,7 +83,7 @@ class ModelConfig:
         )
 
     def sites_of(self, source: str) -> tuple[Site, ...]:
-        """List the sites that read one source; they share their input, its dropout mask and one packed product."""
+        """List the sites that read one source; they share its dropout mask and one packed product."""
         return tuple(s for s in self.sites if s.source == source)
 
     def has_bias(self, site: Site) -> bool:
@@ -116,7 +116,7 @@ def config_from_hf(config: dict[str, Any], name: str = "config.json") -> ModelCo
         name: what error messages call it.
 
     Raises:
-        UserError: the model is of a kind that this code does not run (mixture of experts, multimodal, an unknown
+        UserError: the model is of a kind that this code does not run (mixture of experts, multimodal, unknown
             rope or activation, quantised weights …), or a needed field is missing or malformed.
     """
     family = _family(config, name)
@@ -178,7 +178,8 @@ def _family(config: dict[str, Any], name: str) -> Family:
     for key in ("vision_config", "audio_config", "speech_config"):
         if config.get(key):
             raise UserError(
-                f"{name}: {kind} is multimodal ({key}), which is not supported; use a text-only model of {known}"
+                f"{name}: {kind} is multimodal ({key}), which is not supported; "
+                f"use a text-only model of {known}"
             )
     for key in ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"):
         if config.get(key):
@@ -189,8 +190,8 @@ def _family(config: dict[str, Any], name: str) -> Family:
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unknown method")
         raise UserError(
-            f"{name}: the weights are quantised ({method}), which is not supported; use the unquantised model "
-            "and choose `precision` instead"
+            f"{name}: the weights are quantised ({method}), which is not supported; "
+            "use the unquantised model and choose `precision` instead"
         )
     if kind not in FAMILIES:
         raise UserError(f"{name}: model_type {kind!r} is not supported; supported are {known}")
@@ -202,7 +203,7 @@ def _family(config: dict[str, Any], name: str) -> Family:
 
 
 def _layer_kinds(get: Any, family: Family, n_layers: int, name: str) -> tuple[str, ...]:
-    """Say for every layer whether its attention is full or sliding, by the rules of the family's config class."""
+    """Say for every layer whether its attention is full or sliding, by the rules of transformers."""
     window = get("sliding_window")
     given: Sequence[str] | None = get("layer_types")
     if given is None:

@@ -1,8 +1,8 @@
 """The decoder-only transformer, written for one job; `jax.vmap` over adapters and tokens makes the pack.
 
-Every family is this code under other flags of `ModelConfig`. Weights are frozen and stacked over layers [L, …];
-`lax.scan` runs the layers, so compile time does not grow with depth. Axes: B sequences, S positions, D model,
-N heads, K key/value heads, H head size, V vocabulary, R rank.
+Every family is this code under other flags of `ModelConfig`. Weights are frozen and stacked over layers,
+[L, …]; `lax.scan` runs the layers, so compile time does not grow with depth. Axes: B sequences, S positions,
+D model, N heads, K key/value heads, H head size, V vocabulary, R rank.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,10 @@ from plora_jax.models.config import SOURCES, ModelConfig
 from plora_jax.models.rope import Rope, frequencies
 from plora_jax.models.table import norm_keys
 
-ACTIVATION = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
+ACTIVATION: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+}
 
 
 class LoRA(NamedTuple):
@@ -96,6 +99,13 @@ class Norm(nnx.Module):
 
 class Layer(nnx.Module):
     """Hold one layer, or with `stack` = (L,) all of them; `__call__` is for one."""
+
+    attn_pre: Norm
+    attn_post: Norm
+    mlp_pre: Norm
+    mlp_post: Norm
+    q_norm: Norm
+    k_norm: Norm
 
     def __init__(self, config: ModelConfig, stack: tuple[int, ...], dtype: Any):
         self.config = config

@@ -42,7 +42,7 @@ class GGUF:
     reader: Any
 
     def tensors(self) -> dict[str, Stored]:
-        """Describe its tensors under transformers' names, dequantised and in transformers' layout when read."""
+        """Describe its tensors under transformers' names; read, they are dequantised and in its layout."""
         return {
             key: Stored(tuple(int(n) for n in reversed(tensor.shape)), self._read(key, tensor))
             for tensor in self.reader.tensors
@@ -88,13 +88,13 @@ def open_gguf(path: Path) -> GGUF:
 
 
 def unpermute(values: np.ndarray, heads: int) -> np.ndarray:
-    """Undo llama.cpp's reordering of q and k of Llama models: pairs (2i, 2i+1) of a head become (i, i + H/2)."""
+    """Undo llama.cpp's order of Llama's q and k: pairs (2i, 2i+1) of a head become (i, i + H/2)."""
     rows = values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
     return rows.swapaxes(1, 2).reshape(values.shape)
 
 
 def _key(name: str, config: ModelConfig) -> str | None:
-    """Translate a tensor's name; None where it is no parameter (stored rope factors), itself where unknown."""
+    """Translate a tensor's name; None for stored rope factors, the name itself where unknown."""
     if name.startswith("rope_freqs") or name.startswith("rope_factors"):
         return None
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?([a-z_]+)\.(weight|bias)", name)

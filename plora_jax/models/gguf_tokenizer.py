@@ -97,7 +97,7 @@ def _byte_bpe(fields: dict[str, Any], name: str) -> Any:
 
 
 def _sentencepiece(fields: dict[str, Any], name: str) -> Any:
-    """Build a SentencePiece BPE (Llama 2, Mistral, Gemma); its merges follow from the pieces and their scores."""
+    """Build a SentencePiece BPE (Llama 2, Mistral, Gemma); its merges follow from the pieces' scores."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     tokens, scores = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.scores"]

@@ -27,7 +27,7 @@ Placement = Callable[[str, tuple[int, ...]], Sharding]
 
 @dataclass(frozen=True)
 class Base:
-    """Hold a frozen base model: what it is, how it is built, its device arrays, and its tokenizer if it has one."""
+    """Hold a frozen base model: what it is, how it is built, its arrays, its tokenizer if it has one."""
 
     name: str
     config: ModelConfig
@@ -51,18 +51,18 @@ def load_base(
 ) -> Base:
     """Load a base model, tensor by tensor, onto the device.
 
-    The model is checked from config.json before weights are fetched, and every tensor's name and shape before any
-    is read; host memory then holds one tensor at a time.
+    The model is checked from config.json before weights are fetched, and every tensor's name and shape before
+    any is read; host memory then holds one tensor at a time.
 
     Args:
         name: hub id, directory with config.json and safetensors, or .gguf file.
         dtype: of the stored parameters; overrides `precision`.
-        random_weights: draw normal(0, 0.02) weights from `seed` instead; a known hub id then needs no files.
+        random_weights: draw normal(0, 0.02) weights from `seed`; a known hub id then needs no files.
         precision: auto is fp32 on CPU and bf16 elsewhere.
-        placement: gives the sharding of a parameter from its path ("layers.q_proj.w") and shape; default: one device.
+        placement: the sharding of a parameter from its path ("layers.q_proj.w") and shape; None: the default.
 
     Raises:
-        UserError: the model is not supported, not found or unreachable, or its tensors do not fit its config.json.
+        UserError: the model is not supported, not found or unreachable, or its tensors do not fit.
     """
     dtype = jnp.dtype(dtype or _dtype(precision))
     config, stored, tokenizer = _sources(name, random_weights)
@@ -87,15 +87,19 @@ def _sources(name: str, random_weights: bool) -> tuple[ModelConfig, dict[str, St
     config = load_config(name)
     path = Path(name).expanduser()
     if random_weights:
-        has_tokenizer = path.suffix == ".gguf" or (path / "tokenizer_config.json").exists()
-        return config, {}, load_tokenizer(name) if has_tokenizer else None
+        return config, {}, load_tokenizer(name) if path.suffix == ".gguf" else _tokenizer_in(path)
     if path.suffix == ".gguf":
         file = gguf.open_gguf(path)
         return config, file.tensors(), tokenizer_from_gguf(file.fields, str(path))
     directory = path if path.is_dir() else hub_snapshot(name, HUB_FILES)
     if not path.is_dir():  # the hub's own config.json counts, not the preset's
         config = config_from_hf(read_json(directory / "config.json"), f"{name}/config.json")
-    return config, open_directory(directory), load_tokenizer(str(directory))
+    return config, open_directory(directory), _tokenizer_in(directory)
+
+
+def _tokenizer_in(directory: Path) -> Any:
+    known = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    return load_tokenizer(str(directory)) if any((directory / n).exists() for n in known) else None
 
 
 def _dtype(precision: str) -> Any:
@@ -108,8 +112,8 @@ def _dtype(precision: str) -> Any:
     return PRECISIONS[precision]
 
 
-def _where(placement: Placement | None, path: tuple[str, ...], leaf: Any) -> Sharding | None:
-    return placement(".".join(path), leaf.shape) if placement else None
+def _where(placement: Placement | None, path: tuple[Any, ...], leaf: Any) -> Sharding | None:
+    return placement(".".join(map(str, path)), leaf.shape) if placement else None
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any, sharding: Sharding | None) -> jax.Array:
@@ -139,9 +143,9 @@ _WRITERS: dict[tuple[bool, bool, Sharding], Callable[..., jax.Array]] = {}
 
 
 def _random(
-    leaf: Any, path: tuple[str, ...], config: ModelConfig, seed: int, sharding: Sharding | None
+    leaf: Any, path: tuple[Any, ...], config: ModelConfig, seed: int, sharding: Sharding | None
 ) -> jax.Array:
-    key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(".".join(path).encode()) & 0x7FFFFFFF)
+    key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(".".join(map(str, path)).encode()) & 0x7FFFFFFF)
 
     def draw() -> jax.Array:
         if path[-1] == "weight":  # a norm: near 1, as trained ones are

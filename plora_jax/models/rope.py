@@ -16,7 +16,7 @@ class Rope:
     """Describe one rotary embedding of the first `dim` features of a head.
 
     kind: default | linear | llama3 | yarn | longrope as in config.json, or none (NoPE: nothing rotates).
-    `short` and `long` are LongRoPE's divisors of the frequencies for examples up to and beyond `original` tokens.
+    `short` and `long` are LongRoPE's divisors for examples up to and beyond `original` tokens.
     """
 
     kind: str
@@ -35,7 +35,7 @@ class Rope:
 
 
 def rope_from_hf(params: dict[str, Any], head_dim: int, max_positions: int, name: str) -> Rope:
-    """Read rope fields of config.json, old (rope_theta, rope_scaling) or new (rope_parameters), already flattened.
+    """Read the rope fields of config.json, merged from rope_theta and rope_scaling or rope_parameters.
 
     Raises:
         UserError: an unknown rope type, or a field that its type needs is missing or of the wrong length.
@@ -85,7 +85,7 @@ def rope_from_hf(params: dict[str, Any], head_dim: int, max_positions: int, name
 
 
 def _yarn_magnitude(params: dict[str, Any], factor: float) -> float:
-    """Temper attention as YaRN does (Peng et al. 2023, eq. 22), with DeepSeek's pair of mscales when both are given."""
+    """Temper attention as YaRN does (Peng et al. 2023, eq. 22), or by DeepSeek's two mscales where given."""
     if params.get("attention_factor") is not None:
         return float(params["attention_factor"])
 
@@ -100,8 +100,8 @@ def frequencies(rope: Rope, long: bool = False) -> np.ndarray:
     """Compute the angle per position of each feature pair, float64 [dim/2].
 
     References:
-        RoFormer (Su et al. 2021); YaRN (Peng et al. 2023); LongRoPE (Ding et al. 2024); Llama 3.1's model card for
-        llama3.
+        RoFormer (Su et al. 2021); YaRN (Peng et al. 2023); LongRoPE (Ding et al. 2024); llama3: the reference
+        code of Llama 3.1.
     """
     if rope.kind == "none":
         return np.zeros(rope.dim // 2)

@@ -7,7 +7,7 @@ from plora_jax.models.config import ModelConfig
 
 
 class Tensor(NamedTuple):
-    """Place one checkpoint tensor: `path` in the decoder's state, at `layer` of the stack (None: not stacked).
+    """Place one checkpoint tensor: `path` in the decoder's state, `layer` of the stack (None: no stack).
 
     `shape` is the checkpoint's; Linear weights [out, in] are stored transposed, [in, out].
     """
@@ -66,5 +66,5 @@ def norm_keys(config: ModelConfig) -> dict[str, tuple[str, int]]:
 
 
 def ignorable(key: str, config: ModelConfig) -> bool:
-    """Tell whether a checkpoint may carry this key without use: a copy of a tied head, stored rope frequencies."""
+    """Tell whether a checkpoint may carry this key unused: a copy of a tied head, rope frequencies."""
     return key.endswith("rotary_emb.inv_freq") or (config.tied and key == "lm_head.weight")
