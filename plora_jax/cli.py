@@ -166,8 +166,6 @@ def _version() -> str:
 
 
 def _quickstart(args: argparse.Namespace) -> int:
-    if args.out:
-        check_out(args.out, resume=False)
     from plora_jax.quickstart import main as quickstart
 
     return quickstart(args.out)
@@ -186,7 +184,9 @@ def _sweep(args: argparse.Namespace) -> int:
     if missing := unsupported(sweep):
         raise UserError(f"{args.sweep}: " + "; ".join(missing))
     out = args.out or Path("runs") / args.sweep.stem
-    check_out(out, args.resume)
+    from plora_jax.rundir import check_unused
+
+    check_unused(out, args.resume)
     from plora_jax.engine import run_sweep
 
     return run_sweep(sweep, jobs, out, resume=args.resume, dry_run=args.dry_run)
@@ -216,7 +216,9 @@ def _eval(args: argparse.Namespace) -> int:
 
 
 def _merge(args: argparse.Namespace) -> int:
-    check_out(args.out, resume=False)
+    from plora_jax.rundir import check_unused
+
+    check_unused(args.out, resume=False)
     from plora_jax.merge import merge_command
 
     return merge_command(args.adapter, args.out, args.model)
@@ -226,24 +228,6 @@ def _doctor(args: argparse.Namespace) -> int:
     from plora_jax.doctor import doctor
 
     return doctor(args.model)
-
-
-def check_out(out: Path, resume: bool) -> None:
-    """Refuse a run directory that is in use, unless its run is resumed.
-
-    Raises:
-      UserError: the path is a file, or a directory that is not empty, or cannot be read.
-    """
-    try:
-        if out.exists() and not out.is_dir():
-            raise UserError(f"--out {out}: is a file; give a new directory")
-        used = out.is_dir() and any(out.iterdir())
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot be used ({error.strerror})") from None
-    if used and not resume:
-        raise UserError(
-            f"--out {out}: is not empty; give a new directory, or --resume to go on with the run in it"
-        )
 
 
 if __name__ == "__main__":

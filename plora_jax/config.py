@@ -21,7 +21,7 @@ from plora_jax.space import (
     read_train,
     setting,
 )
-from plora_jax.yamlfile import Faults, dump_yaml, parse_yaml, read_yaml, shown
+from plora_jax.yamlfile import Faults, Place, dump_yaml, parse_yaml, read_yaml, shown
 
 METRICS = ("loss", "choice_accuracy", "exact_match")
 
@@ -164,18 +164,19 @@ def _sweep(raw: dict[str, Any], faults: Faults, base_dir: Path) -> Sweep:
         top[f.name] = value
     if "base_dir" in raw:
         if isinstance(raw["base_dir"], str) and raw["base_dir"]:
+            _check_path(("base_dir",), raw["base_dir"], base_dir, faults)
             base_dir = base_dir / raw["base_dir"]
         else:
             faults.add(("base_dir",), f"{shown(raw['base_dir'])} is not a directory's name")
-    _check_data(parts.get("data", {}), faults)
+    _check_data(parts.get("data", {}), base_dir, faults)
+    _check_path(("model",), top["model"], base_dir, faults)
     if len(parts["eval"]) == 2:
         faults.add(("eval",), "every_epochs and every_steps are both given; keep one of them")
     train = read_train(raw.get("train"), faults, SECTION_OF)
     search = read_search(raw, train, faults, SECTION_OF)
     faults.check()
-    beside = base_dir / Path(top["model"]).expanduser()  # as data files are: relative to the sweep's own file
-    if beside.exists():
-        top["model"] = str(beside.absolute())
+    beside = base_dir / Path(top["model"]).expanduser()  # like data files, found from where the sweep's file is
+    top["model"] = str(beside.absolute()) if beside.exists() else top["model"]
     return Sweep(
         data=DataConfig(**parts["data"]),
         search=search,
@@ -189,10 +190,20 @@ def _sweep(raw: dict[str, Any], faults: Faults, base_dir: Path) -> Sweep:
     )
 
 
-def _check_data(data: dict[str, Any], faults: Faults) -> None:
+def _check_path(where: Place, name: Any, base_dir: Path, faults: Faults) -> None:
+    """Refuse a name that no file can have: a NUL in it, too long, an unknown ~user."""
+    try:
+        (base_dir / Path(str(name)).expanduser()).exists()
+    except (OSError, ValueError, RuntimeError) as error:
+        faults.add(where, f"{shown(name)} cannot be a file's name ({getattr(error, 'strerror', None) or error})")
+
+
+def _check_data(data: dict[str, Any], base_dir: Path, faults: Faults) -> None:
     for name in ("train", "eval", "test"):
         if name in data and not data[name].strip():
             faults.add(("data", name), "is empty; expected a file or a data set name")
+        elif name in data:
+            _check_path(("data", name), data[name], base_dir, faults)
     given = [data[name] for name in ("train", "eval", "test") if data.get(name)]
     if len(set(given)) < len(given):
         faults.add(

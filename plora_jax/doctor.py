@@ -1,0 +1,165 @@
+"""`plora doctor`: what was found on this machine, what is missing, and what to do about it."""
+
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+
+from plora_jax.machine import cores, gpus, memory_bytes
+
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "transformers",
+    "tokenizers",
+    "cvxpy",
+    "highspy",
+)
+JAX_SECONDS = (
+    120  # a first initialisation of CUDA can take most of a minute; a broken driver can hang for ever
+)
+HUB_SECONDS = 4.0
+PROBE = """
+import json, jax
+devices = jax.devices()
+print(json.dumps({"backend": jax.default_backend(), "devices": [d.device_kind for d in devices]}))
+"""
+
+
+class Finding(NamedTuple):
+    """Hold one line of the report; `state` is ok, note (works without it) or bad (nothing runs)."""
+
+    name: str
+    state: str
+    text: str
+
+
+def doctor(model: str | None = None) -> int:
+    """Print what this machine has; return 0 when a sweep can run on it, 1 when something is missing."""
+    findings = [*packages(), machine(), driver(), *accelerator(), kernels(), hub(), disk()]
+    marks = {"ok": "ok  ", "note": "note", "bad": "BAD "}
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        print(f"{marks[finding.state]}  {finding.name.ljust(width)}  {finding.text}")
+    if model:
+        from plora_jax.models.describe import describe
+
+        print(f"\n{describe(model)}")
+    bad = [finding.name for finding in findings if finding.state == "bad"]
+    print(f"\nnot ready: {', '.join(bad)}" if bad else "\nready: plora quickstart runs a complete sweep")
+    return 1 if bad else 0
+
+
+def packages() -> list[Finding]:
+    """Report Python, and the packages a sweep needs by version."""
+    python = platform.python_version()
+    right = sys.version_info >= (3, 12)
+    found, missing = [], []
+    for name in PACKAGES:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            missing.append(name)
+    out = [
+        Finding("python", "ok" if right else "bad", python if right else f"{python}; 3.12 or newer is needed")
+    ]
+    out.append(Finding("packages", "ok", ", ".join(found)))
+    if missing:
+        out.append(Finding("missing", "bad", f"{', '.join(missing)}; pip install plora-jax installs them"))
+    if importlib.util.find_spec("ray") is None:
+        out.append(
+            Finding(
+                "ray", "note", "not installed; only needed on a Ray cluster: pip install 'plora-jax[ray]'"
+            )
+        )
+    return out
+
+
+def machine() -> Finding:
+    """Report cores and the memory that is left."""
+    gib = memory_bytes() / 2**30
+    few = " (quickstart needs 6)" if gib < 6 else ""
+    return Finding(
+        "machine", "note" if few else "ok", f"{cores()} cores, {gib:.1f} GiB of memory available{few}"
+    )
+
+
+def driver() -> Finding:
+    """Report the GPUs and the driver, as nvidia-smi sees them."""
+    found = gpus()
+    if not found:
+        return Finding("gpu driver", "note", "no NVIDIA GPU found (no nvidia-smi): sweeps run on the CPU")
+    kinds = {f"{gpu.name}, {gpu.memory_mib / 1024:.0f} GiB": 0 for gpu in found}
+    for gpu in found:
+        kinds[f"{gpu.name}, {gpu.memory_mib / 1024:.0f} GiB"] += 1
+    listed = "; ".join(f"{count} × {kind}" for kind, count in kinds.items())
+    return Finding("gpu driver", "ok", f"{listed}; driver {found[0].driver}")
+
+
+def accelerator() -> list[Finding]:
+    """Report what JAX computes on, asked in another process so that a broken driver cannot hang this one."""
+    try:
+        command = [sys.executable, "-c", PROBE]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=JAX_SECONDS)
+    except subprocess.TimeoutExpired:
+        text = f"no answer within {JAX_SECONDS} s; the GPU driver hangs: try JAX_PLATFORMS=cpu"
+        return [Finding("jax", "bad", text)]
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        return [Finding("jax", "bad", f"does not start: {lines[-1] if lines else 'no message'}")]
+    told = json.loads(done.stdout.splitlines()[-1])
+    kinds = ", ".join(f"{told['devices'].count(kind)} × {kind}" for kind in dict.fromkeys(told["devices"]))
+    out = [Finding("jax", "ok", f"computes on {told['backend']}: {kinds}")]
+    if told["backend"] == "cpu" and gpus():
+        text = "there is a GPU that JAX does not use; install its CUDA build: pip install 'plora-jax[cuda]'"
+        out.append(Finding("jax on gpu", "note", text))
+    return out
+
+
+def kernels() -> Finding:
+    """Report which implementation of the packed LoRA product this machine would use."""
+    if gpus():
+        return Finding("kernels", "ok", "Pallas GPU kernels where they serve the shape, else XLA")
+    return Finding("kernels", "ok", "XLA (the Pallas kernels need an NVIDIA GPU)")
+
+
+def hub() -> Finding:
+    """Report whether the Hugging Face hub answers; never waits longer than a few seconds."""
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
+        return Finding("hub", "note", "offline by HF_HUB_OFFLINE; models come from directories and the cache")
+    host = os.environ.get("HF_ENDPOINT", "https://huggingface.co").split("//")[-1].split("/")[0]
+    name, _, port = host.partition(":")
+    answer: list[str] = []
+
+    def connect() -> None:
+        try:
+            socket.create_connection((name, int(port or 443)), timeout=HUB_SECONDS).close()
+            answer.append("")
+        except (OSError, ValueError) as error:
+            answer.append(str(error))
+
+    thread = threading.Thread(target=connect, daemon=True)  # looking up a name knows no time limit
+    thread.start()
+    thread.join(HUB_SECONDS)
+    if answer == [""]:
+        return Finding("hub", "ok", f"{host} answers")
+    reason = answer[0] if answer else f"no answer within {HUB_SECONDS:.0f} s"
+    return Finding("hub", "note", f"{host} cannot be reached ({reason}); use local models and data")
+
+
+def disk() -> Finding:
+    """Report the space where runs are written by default."""
+    free = shutil.disk_usage(Path.cwd()).free / 2**30
+    state = "ok" if free > 2 else "note"
+    return Finding("disk", state, f"{free:.1f} GiB free in {Path.cwd()}")
