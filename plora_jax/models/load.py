@@ -123,11 +123,13 @@ def _zeros(shape: tuple[int, ...], dtype: Any, sharding: Sharding | None) -> jax
 def _put(stack: jax.Array, values: np.ndarray, tensor: Tensor) -> jax.Array:
     """Write one checkpoint tensor into its place; the stack is donated, so it is updated where it lies."""
     layer = 0 if tensor.layer is None else tensor.layer
-    write = _writer(tensor.layer is not None, tensor.transpose, stack.sharding)
+    # an array without a placement stays uncommitted: beside committed weights, the state of the first training step
+    # would be committed by it, and the second step would compile again
+    write = _writer(tensor.layer is not None, tensor.transpose, stack.sharding if stack.committed else None)
     return write(stack, values, layer)
 
 
-def _writer(stacked: bool, transpose: bool, sharding: Sharding) -> Callable[..., jax.Array]:
+def _writer(stacked: bool, transpose: bool, sharding: Sharding | None) -> Callable[..., jax.Array]:
     key = (stacked, transpose, sharding)
     if key not in _WRITERS:
 
@@ -139,7 +141,7 @@ def _writer(stacked: bool, transpose: bool, sharding: Sharding) -> Callable[...,
     return _WRITERS[key]
 
 
-_WRITERS: dict[tuple[bool, bool, Sharding], Callable[..., jax.Array]] = {}
+_WRITERS: dict[tuple[bool, bool, Sharding | None], Callable[..., jax.Array]] = {}
 
 
 def _random(
