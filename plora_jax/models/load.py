@@ -123,8 +123,8 @@ def _zeros(shape: tuple[int, ...], dtype: Any, sharding: Sharding | None) -> jax
 def _put(stack: jax.Array, values: np.ndarray, tensor: Tensor) -> jax.Array:
     """Write one checkpoint tensor into its place; the stack is donated, so it is updated where it lies."""
     layer = 0 if tensor.layer is None else tensor.layer
-    # an array without a placement stays uncommitted: beside committed weights, the state of the first training step
-    # would be committed by it, and the second step would compile again
+    # an array without a placement stays uncommitted: committed weights would commit the first training step's
+    # result, and the second step would compile again
     write = _writer(tensor.layer is not None, tensor.transpose, stack.sharding if stack.committed else None)
     return write(stack, values, layer)
 
