@@ -49,7 +49,7 @@ def load_tokenizer(name: str) -> Any:
 
 
 def hub_snapshot(name: str, patterns: list[str]) -> Path:
-    """Return a directory with the files of a hub model that match, from the cache or the hub; or UserError."""
+    """Return a directory with the matching files of a hub model, from the cache or the hub; or UserError."""
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise UserError(f"model {name!r}: no such directory or .gguf file, and not a hub id (owner/name)")
     import httpx

@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,15 +70,16 @@ def load_base(
     abstract = nnx.eval_shape(lambda: Decoder(config, dtype))
     graphdef, state = nnx.split(abstract)
     flat = nnx.to_flat_state(state)
-    arrays = {}
+    where = {
+        path: placement(".".join(map(str, path)), leaf.shape) if placement else None for path, leaf in flat
+    }
     if random_weights:
-        for path, leaf in flat:
-            arrays[path] = _random(leaf, path, config, seed, _where(placement, path, leaf))
+        arrays = {path: _random(leaf, path, config, seed, where[path]) for path, leaf in flat}
     else:
         check_tensors(stored, config, name)
-        for path, leaf in flat:
-            arrays[path] = _zeros(leaf.shape, leaf.dtype, _where(placement, path, leaf))
-        for key, tensor in checkpoint_table(config).items():  # in file order within a layer: disks like that
+        zeros = {path: partial(jnp.zeros, leaf.shape, leaf.dtype) for path, leaf in flat}
+        arrays = jax.jit(lambda: {path: make() for path, make in zeros.items()}, out_shardings=where)()
+        for key, tensor in checkpoint_table(config).items():
             arrays[tensor.path] = _put(arrays[tensor.path], stored[key].read(), tensor)
     params = nnx.from_flat_state([(path, leaf.replace(arrays[path])) for path, leaf in flat])
     return Base(name, config, graphdef, params, tokenizer)
@@ -110,14 +112,6 @@ def _dtype(precision: str) -> Any:
             f"precision: {precision!r} is not supported by the loader; allowed are auto, fp32, bf16"
         )
     return PRECISIONS[precision]
-
-
-def _where(placement: Placement | None, path: tuple[Any, ...], leaf: Any) -> Sharding | None:
-    return placement(".".join(map(str, path)), leaf.shape) if placement else None
-
-
-def _zeros(shape: tuple[int, ...], dtype: Any, sharding: Sharding | None) -> jax.Array:
-    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
 
 
 def _put(stack: jax.Array, values: np.ndarray, tensor: Tensor) -> jax.Array:

@@ -2,7 +2,8 @@
 
     python scripts/goldens/models.py [CASE ...]
 
-needs torch, transformers and peft, which the project itself never imports. Weights come from tests/models/seeded.py.
+needs torch, transformers and peft, which the project itself never imports. Weights come from
+tests/models/seeded.py.
 """
 
 import json

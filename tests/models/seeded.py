@@ -6,7 +6,7 @@ import numpy as np
 
 
 def seeded(key: str, shape: tuple[int, ...], norm_mean: float = 1.0) -> np.ndarray:
-    """Draw one tensor, float32: norms near `norm_mean`, biases small, all else of unit gain for its fan-in."""
+    """Draw one tensor, float32: norms near `norm_mean`, small biases, all else of unit gain."""
     draw = np.random.default_rng(zlib.crc32(key.encode())).standard_normal(shape).astype(np.float32)
     if "norm" in key.split(".")[-2]:
         return (norm_mean + 0.2 * draw).astype(np.float32)

@@ -1,6 +1,7 @@
 """Every family against transformers, peft and torch: scripts/goldens/models.py made the files."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -35,17 +36,22 @@ def test_logits_and_lora_gradients(case, tmp_path):
     adapters = tiny.adapters(config, int(golden["rank"]), float(golden["alpha"] / golden["rank"]))
     runtime = Runtime(precision="highest", recompute="dots")
 
-    def logits_of(adapters):
-        model = base.model()
-        return model.logits(model.hidden(tokens, positions, rows, adapters, runtime=runtime), runtime=runtime)
+    @partial(
+        jax.jit, compiler_options={"xla_backend_optimization_level": 0}
+    )  # compiling is most of this test
+    def run(adapters, strength):
+        def loss(adapters):
+            scaled = {name: lora._replace(scale=lora.scale * strength) for name, lora in adapters.items()}
+            model = base.model()
+            hidden = model.hidden(tokens, positions, rows, scaled, runtime=runtime)
+            logits = model.logits(hidden, runtime=runtime)
+            at_target = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], -1)
+            return -at_target.mean(), logits
 
-    def loss(adapters):
-        logits = logits_of(adapters)
-        at_target = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], -1)
-        return -at_target.mean(), logits
+        return jax.value_and_grad(loss, has_aux=True)(adapters)
 
-    (value, logits), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(adapters)
-    plain = jax.jit(logits_of)(None)
+    (value, logits), grads = run(adapters, 1.0)
+    (_, plain), _ = run(adapters, 0.0)
     assert np.abs(golden["logits"] - golden["base_logits"]).max() > 0.1  # the adapter does something
     np.testing.assert_allclose(plain, golden["base_logits"], atol=1e-4, rtol=1e-4)
     np.testing.assert_allclose(logits, golden["logits"], atol=1e-4, rtol=1e-4)

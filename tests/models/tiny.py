@@ -1,4 +1,4 @@
-"""Tiny checkpoints for the tests: a config.json and the weights of tests/models/seeded.py, written to disk."""
+"""Tiny checkpoints for the tests: config.json and the weights of tests/models/seeded.py, on disk."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,9 @@ def write(directory: Path, config: dict[str, Any], dtype: Any = np.float32) -> M
     return read
 
 
-def adapters(config: ModelConfig, rank: int, scale: float, dtype: Any = jnp.float32, name: str = "") -> Adapters:
+def adapters(
+    config: ModelConfig, rank: int, scale: float, dtype: Any = jnp.float32, name: str = ""
+) -> Adapters:
     """Make an adapter on every site, of one job, from the names that PEFT gives its tensors and `name`."""
     made: Adapters = {}
     for site in config.sites:
