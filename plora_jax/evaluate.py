@@ -112,7 +112,7 @@ class Scorer:
     def score(
         self,
         adapters: Sequence[tuple[Job, Adapter] | None],
-        evals: EvalSet,
+        evals: "EvalSet",
         advance: Callable[[float], None] = lambda tokens: None,
     ) -> list[Score]:
         """Return each adapter's score on one held-out part; None stands for the base model itself.
@@ -200,7 +200,7 @@ def make_eval_set(examples: Examples, choices: Choices | None) -> EvalSet:
 
 
 def score(evals: EvalSet, log_p: Float[np.ndarray, " N"]) -> Score:
-    """Turn one model's log-probabilities into its score: loss is the mean over trained tokens, choices by `accuracy`."""
+    """Turn one model's log-probabilities into its score: loss is the mean over trained tokens, options by `accuracy`."""
     loss = float(-log_p[evals.loss].mean())
     value = loss if evals.choices is None else accuracy(evals.choices, log_p[evals.options])
     return Score(score=value, loss=loss, rows=evals.rows, tokens=len(evals.loss))

@@ -84,10 +84,12 @@ def fetch_snippets() -> list[tuple[float, str]]:
         archive = zipfile.ZipFile(io.BytesIO(sdist)).read(
             "vaderSentiment-0.5/additional_resources/hutto_ICWSM_2014.tar.gz"
         )
-        member = tarfile.open(fileobj=io.BytesIO(archive)).extractfile(SNIPPETS)
-        assert member is not None
+        with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+            member = tar.extractfile(SNIPPETS)
+            assert member is not None
+            text = member.read().decode("utf-8", "replace")
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, member.read().decode("utf-8", "replace"))
+        write_atomic(path, text)
     rows = [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     return [(float(rating), text.strip()) for _, rating, text in rows]
 

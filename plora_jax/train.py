@@ -1,6 +1,6 @@
 """Train one pack: every slot works through its queue of jobs, and a job that ends hands its slot to the next."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
