@@ -20,13 +20,14 @@ from plora_jax.jobs import Job
 from plora_jax.leaderboard import Result, print_leaderboard, rank, write_leaderboard
 from plora_jax.models.config import ModelConfig
 from plora_jax.models.decoder import Runtime
-from plora_jax.models.load import Base, load_base, load_config, load_tokenizer
+from plora_jax.models.find import load_config, load_tokenizer
+from plora_jax.models.load import Base, load_base
 from plora_jax.peft import export_adapter, import_adapter
-from plora_jax.planning import plan_jobs
+from plora_jax.planning import plan_jobs, trained_rows
 from plora_jax.progress import Progress
 from plora_jax.rundir import JsonLines, RunDirectory, check_unused, open_run, write_atomic, write_json
 from plora_jax.step import pack_spec
-from plora_jax.task import Task, read_task, training_rows
+from plora_jax.task import Task, read_task
 from plora_jax.train import Trained, Work, train_pack
 
 STEPS_PER_SHAPE = 64  # micro-steps that make one more compiled length worth its compilation
@@ -70,7 +71,9 @@ def run_sweep(
         base = base or load_base(sweep.model, precision=sweep.precision.base)  # type: ignore[arg-type]
         run.event("started", jobs=len(jobs), finished=len(results), device=jax.devices()[0].device_kind)
         work = sum(
-            TRAINING_WORK * training_rows(job, task.train[job.job_id]) * task.train[job.job_id].lengths.mean()
+            TRAINING_WORK
+            * trained_rows(job, len(task.train[job.job_id]))
+            * task.train[job.job_id].lengths.mean()
             + scored[job.job_id]
             for job in jobs
             if job.job_id not in results
@@ -212,7 +215,7 @@ class Engine:
         pairs = [(item.examples, item.job.data_seed) for item in work]
         if self.sweep.data.buckets:
             return [fitting_shape(length, [e for e, _ in pairs]) for length in self.sweep.data.buckets]
-        micro_steps = max(training_rows(item.job, item.examples) // m for item in work)
+        micro_steps = max(trained_rows(item.job, len(item.examples)) // m for item in work)
         return choose_shapes(pairs, m, limit=min(MAX_SHAPES, 1 + micro_steps // STEPS_PER_SHAPE))
 
     def _ended(self, trained: Trained) -> None:

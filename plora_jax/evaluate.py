@@ -200,7 +200,7 @@ def make_eval_set(examples: Examples, choices: Choices | None) -> EvalSet:
 
 
 def score(evals: EvalSet, log_p: Float[np.ndarray, " N"]) -> Score:
-    """Turn one model's log-probabilities into its score: loss is the mean over trained tokens, options by `accuracy`."""
+    """Turn log-probabilities into a score: the loss is the mean over trained tokens, options go by `accuracy`."""
     loss = float(-log_p[evals.loss].mean())
     value = loss if evals.choices is None else accuracy(evals.choices, log_p[evals.options])
     return Score(score=value, loss=loss, rows=evals.rows, tokens=len(evals.loss))

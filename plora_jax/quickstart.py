@@ -96,7 +96,7 @@ def fetch_snippets() -> list[tuple[float, str]]:
 
 def make_task(folder: Path, model: Path) -> dict[str, Path]:
     """Write the three parts of the task as JSON lines, half positive and half negative, without an overlap."""
-    from plora_jax.models.load import load_tokenizer
+    from plora_jax.models.find import load_tokenizer
 
     tokenizer = load_tokenizer(str(model))
     pools: tuple[list[dict[str, str]], ...] = ([], [])
@@ -154,11 +154,11 @@ def _unused(folder: Path) -> Path:
     return out
 
 
-def main(out: Path | None = None, resume: bool = False) -> int:
+def main(out: Path | None = None) -> int:
     """Run the quickstart's sweep into `out` (by default the next free runs/quickstart-N); return the exit code."""
     from plora_jax.config import load_sweep
     from plora_jax.engine import run_sweep
-    from plora_jax.search import find_jobs
+    from plora_jax.search import search_jobs
 
     model = fetch_model()
     task = cache_dir() / "quickstart"
@@ -168,4 +168,4 @@ def main(out: Path | None = None, resume: bool = False) -> int:
     print(f"quickstart: the sweep is {path}", flush=True)
     sweep = load_sweep(path)
     out = out or _unused(Path("runs/quickstart"))
-    return run_sweep(sweep, find_jobs(sweep).jobs, out, resume=resume)
+    return run_sweep(sweep, search_jobs(sweep), out)

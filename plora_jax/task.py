@@ -10,7 +10,6 @@ from plora_jax.config import DataConfig, Sweep
 from plora_jax.data.choices import make_choices
 from plora_jax.data.encode import read_examples
 from plora_jax.data.examples import Examples, overlap
-from plora_jax.data.layout import total_steps
 from plora_jax.errors import UserError
 from plora_jax.evaluate import EvalSet, make_eval_set
 from plora_jax.jobs import Job
@@ -68,11 +67,3 @@ def _eval_set(data: DataConfig, examples: Examples, train: Examples, tokenizer: 
     return make_eval_set(
         examples, make_choices(examples, tokenizer, choices=data.choices or None, train=train)
     )
-
-
-def training_rows(job: Job, examples: Examples) -> int:
-    """Count the rows a job trains on until its last step, repeats counted; the last step may be a partial batch."""
-    n, steps = len(examples), total_steps(job, len(examples))
-    per_epoch = -(-n // job.batch_size)
-    epochs, rest = divmod(steps, per_epoch)
-    return epochs * n + min(rest * job.batch_size, n)
