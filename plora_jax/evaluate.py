@@ -1,7 +1,8 @@
 """Score adapters on held-out rows, all adapters of a pack at once, and the base model by the same code."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -18,12 +19,17 @@ from plora_jax.adapters import (
     stack_adapters,
     stack_scales,
 )
-from plora_jax.data.choices import Choices, accuracy
+from plora_jax.data.choices import Choices, accuracy, make_choices
+from plora_jax.data.encode import read_examples
 from plora_jax.data.examples import Examples
 from plora_jax.data.shapes import split_lengths
+from plora_jax.errors import UserError
 from plora_jax.jobs import Job
 from plora_jax.models.decoder import LoRA, Runtime
-from plora_jax.models.load import Base
+from plora_jax.models.find import load_config, load_tokenizer
+from plora_jax.models.load import Base, load_base
+from plora_jax.peft import import_adapter
+from plora_jax.rundir import write_json
 from plora_jax.step import token_losses
 
 HIGHER_IS_BETTER = {"loss": False, "choice_accuracy": True}
@@ -204,3 +210,46 @@ def score(evals: EvalSet, log_p: Float[np.ndarray, " N"]) -> Score:
     loss = float(-log_p[evals.loss].mean())
     value = loss if evals.choices is None else accuracy(evals.choices, log_p[evals.options])
     return Score(score=value, loss=loss, rows=evals.rows, tokens=len(evals.loss))
+
+
+def eval_command(
+    model: str,
+    adapters: Sequence[Path],
+    data: str,
+    metric: str,
+    json_path: Path | None,
+    *,
+    max_length: int = 1024,
+) -> int:
+    """Score a model and PEFT adapters on it on the rows of a file, print one line each, and return the exit code.
+
+    Options of choice_accuracy are each row's `choices`, else the distinct completions of the file.
+
+    Raises:
+      UserError: the model, an adapter, the data or the metric cannot be used.
+    """
+    if metric not in HIGHER_IS_BETTER:
+        raise UserError(f"--metric {metric}: allowed are {', '.join(HIGHER_IS_BETTER)}")
+    config = load_config(model)
+    tokenizer = load_tokenizer(model)
+    examples = read_examples(data, tokenizer, max_length=max_length, vocab_size=config.vocab_size)
+    print(f"data: {examples.report}")
+    choices = make_choices(examples, tokenizer, train=examples) if metric == "choice_accuracy" else None
+    evals = make_eval_set(examples, choices)
+    loaded: list[tuple[Job, Adapter] | None] = [None]
+    for directory in adapters:
+        adapter, fields = import_adapter(directory, config)
+        loaded.append((replace(Job(), **fields), adapter))
+    base = load_base(model)
+    runtime = Runtime(dtype=jax.tree.leaves(base.params)[0].dtype)
+    scores = Scorer(base, runtime).score(loaded, evals)
+    names = [None, *map(str, adapters)]
+    rows = [
+        {"model": model, "adapter": n, "metric": metric, **vars(s)}
+        for n, s in zip(names, scores, strict=True)
+    ]
+    for row in rows:
+        print(f"{row['adapter'] or 'base model'}: {metric} {row['score']:.4f}, loss {row['loss']:.4f}")
+    if json_path:
+        write_json(json_path, rows)
+    return 0
