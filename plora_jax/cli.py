@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 some jobs failed, 2 the input is wrong (one message, nothi
 
 import argparse
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -32,6 +33,9 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     args = _parser().parse_args(argv)
+    os.environ.setdefault(
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"
+    )  # it misses PyTorch, which nothing here needs
     try:
         with _sigterm():
             return int(args.run(args))

@@ -65,10 +65,10 @@ def run_sweep(
     console.print(render_plan(plan), soft_wrap=True, highlight=False, markup=False)
     if dry_run:
         return 0
+    base = base or load_base(sweep.model, precision=sweep.precision.base)  # type: ignore[arg-type]
     with open_run(out, resume) as run:
         results = _begin(run, sweep, jobs)
         write_atomic(run.path / "plan.json", plan.to_json())
-        base = base or load_base(sweep.model, precision=sweep.precision.base)  # type: ignore[arg-type]
         run.event("started", jobs=len(jobs), finished=len(results), device=jax.devices()[0].device_kind)
         work = sum(
             TRAINING_WORK

@@ -39,7 +39,8 @@ class Faults:
 
 def dotted(where: Place) -> str:
     """Write a place as a reader would: search.rank[2]."""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).lstrip(".")
+    names = (part if isinstance(part, int) or part.isidentifier() else reprlib.repr(part) for part in where)
+    return "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names).lstrip(".")
 
 
 def shown(value: Any) -> str:

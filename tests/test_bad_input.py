@@ -253,7 +253,7 @@ DATA: list[tuple[str, bytes, str]] = [
     ("a.jsonl", lines(turns("robot", "assistant")), "messages[0].role is 'robot'"),
     ("a.jsonl", lines({"messages": [{"role": "assistant", "content": 3}]}), "holds the number 3"),
     ("a.jsonl", lines({"instruction": "a", "output": None}), "field 'output' holds null"),
-    ("a.jsonl", lines([1, 2]), "line 1: holds a list where an object"),
+    ("a.jsonl", lines(ROWS[0], [1, 2]), "line 2: holds a list where an object"),
     ("a.jsonl", lines("text"), "line 1: holds text where an object"),
     ("a.jsonl", lines(ROWS[0]) + lines(7), "line 2: holds the number 7"),
     ("a.jsonl", json.dumps(ROWS).encode()[:-10], "the JSON array is broken here"),
