@@ -46,8 +46,10 @@ class Coder:
         self.bos, self.eos = tokenizer.bos_token_id, tokenizer.eos_token_id
         plain = tokenizer("a").input_ids
         self.adds_bos = self.bos is not None and plain[:1] == [self.bos]
-        marked = [i for i, t in tokenizer.added_tokens_decoder.items() if t.special]
-        self.special = np.array(sorted({*marked, *tokenizer.all_special_ids}), dtype=np.int64)
+        marked = {i: t.content for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+        marked |= dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+        self.special = np.array(sorted(marked), dtype=np.int64)
+        self.special_texts = tuple(marked.values())
 
     def encode(self, texts: Sequence[str], bos: Sequence[bool], wheres: Sequence[str]) -> list[Encoded]:
         """Tokenise without special tokens; BOS goes in front where asked, unless the text has it already.
@@ -81,22 +83,24 @@ class Coder:
             result.append(Encoded(array, start, end))
         return result
 
-    def labels(self, encoded: Encoded, spans: Iterable[Span]) -> tuple[np.ndarray, bool]:
-        """Mark the tokens that overlap a span's content, and its end mark up to the first special token.
+    def ends_turn(self, text: str) -> bool:
+        """Tell whether the text after an assistant's words has a special token, which ends the turn."""
+        return any(token in text for token in self.special_texts)
 
-        Returns the mask [S] and whether the last span has such an end mark. A token that straddles a span's
-        border is a label: without it the span's first characters would never be learnt.
+    def labels(self, encoded: Encoded, spans: Iterable[Span]) -> np.ndarray:
+        """Mark [S] the tokens that overlap a span's content, and its end mark up to a special token.
+
+        A token that straddles a span's border is a label: without it the span's first characters would never
+        be learnt.
         """
         mask = np.zeros(len(encoded.ids), dtype=bool)
-        closed = False
         for span in spans:
             mask |= (encoded.end > span.start) & (encoded.start < span.stop)
             ending = np.flatnonzero((encoded.start >= span.stop) & (encoded.end <= span.end))
             stops = np.isin(encoded.ids[ending], self.special)
-            closed = bool(stops.any())
-            if closed:
+            if stops.any():
                 mask[ending[: int(stops.argmax()) + 1]] = True
-        return mask, closed
+        return mask
 
 
 def draft(record: Record, template: Template, coder: Coder) -> Draft:
@@ -110,9 +114,9 @@ def draft(record: Record, template: Template, coder: Coder) -> Draft:
     last = spans[-1]
     bos = template.plain and coder.adds_bos
     source = Source(record.where, text[: last.start], text[last.start : last.stop], record.choices, bos)
-    # a template that never ends an assistant's turn would teach the model not to stop
-    ends_open = not text[last.end :].strip()
-    return Draft(text, spans, ends_open, source)
+    # a template that never ends an assistant's turn would teach the model not to stop: EOS follows its words
+    unended = not coder.ends_turn(text[last.stop : last.end]) and not text[last.end :].strip()
+    return Draft(text[: last.stop] if unended else text, spans, unended, source)
 
 
 def encode_drafts(drafts: Sequence[Draft], coder: Coder) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -120,9 +124,9 @@ def encode_drafts(drafts: Sequence[Draft], coder: Coder) -> Iterator[tuple[np.nd
     sources = [d.source for d in drafts]
     encoded = coder.encode([d.text for d in drafts], [s.bos for s in sources], [s.where for s in sources])
     for one, piece in zip(drafts, encoded, strict=True):
-        mask, closed = coder.labels(piece, one.spans)
+        mask = coder.labels(piece, one.spans)
         tokens = piece.ids
-        if one.eos and not closed and coder.eos is not None:
+        if one.eos and coder.eos is not None:
             if tokens.size == 0 or tokens[-1] != coder.eos:
                 tokens, mask = np.append(tokens, np.int32(coder.eos)), np.append(mask, True)
             mask[-1] = True

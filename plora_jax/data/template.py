@@ -70,7 +70,10 @@ class Template:
         if not self.has_system:
             turns = merge_system(turns)
         spoken = [i for i, t in enumerate(turns) if t.role == "assistant" and t.content.strip()]
-        mark = {i: f"{_OPEN}{n}{_CLOSE}" for n, i in enumerate(spoken)}
+        opening = _OPEN
+        while any(opening in t.content for t in turns):  # no text of the data may pass for a marker
+            opening += _OPEN
+        mark = {i: f"{opening}{n}{_CLOSE}" for n, i in enumerate(spoken)}
         marked = [t._replace(content=mark[i]) if i in mark else t for i, t in enumerate(turns)]
         try:
             text, skeleton = self._apply(turns), self._apply(marked)

@@ -3,9 +3,12 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
+
+from plora_jax.data.examples import DataReport, Examples
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
@@ -38,6 +41,19 @@ def make_tokenizer(template=CHATML, *, eos="<|im_end|>", bos=None, adds_bos=Fals
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=eos, bos_token=bos)
     tokenizer.chat_template = template
     return tokenizer
+
+
+def make_examples(n, *, low=4, high=60, trained=None, seed=0) -> Examples:
+    """Draw n rows of low … high-1 tokens, ids all unlike; the last `trained` (or some) of them are labels."""
+    draw = np.random.default_rng(seed)
+    lengths = draw.integers(low, high, n)
+    tokens = [np.arange(k, dtype=np.int32) + 1000 * (i + 1) for i, k in enumerate(lengths)]
+    labels = [int(draw.integers(1, k)) if trained is None else min(trained, k - 1) for k in lengths]
+    masks = [np.arange(k) >= k - t for k, t in zip(lengths, labels, strict=True)]
+    report = DataReport(
+        "made up", {}, n, 0, 0, 0, 0, high, int(lengths.max()), int(lengths.sum()), sum(labels)
+    )
+    return Examples(tokens, masks, report)
 
 
 @pytest.fixture(scope="session")
