@@ -38,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # it misses PyTorch, which nothing here needs
     try:
         with _sigterm():
-            return int(args.run(args))
+            code = int(args.run(args))
+            sys.stdout.flush()
+            return code
     except UserError as error:
         return _say(args, str(error), 2)
     except KeyboardInterrupt:
@@ -46,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except _Terminated:
         return _say(args, f"terminated{args.after}", 143)
     except BrokenPipeError:  # the reader of our output went away: `plora plan … | head`
-        sys.stderr.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except ValueError as error:
         from planner import PlanError
@@ -76,6 +78,13 @@ def _sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _count(text: str) -> int:
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -112,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--json", type=Path, metavar="FILE", help="write the plan as JSON")
     sub.add_argument("--explain", action="store_true", help="say what limits each pack, and why these slots")
     sub.add_argument("--cost-model", type=Path, metavar="FILE", help="measured times and memory to plan with")
-    sub.add_argument("--rows", type=int, metavar="N", help="training rows, when the data is not at hand")
+    sub.add_argument("--rows", type=_count, metavar="N", help="training rows, when the data is not at hand")
 
     sub = command(
         "sweep",
@@ -142,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--data", required=True, metavar="FILE", help="rows to score on")
     sub.add_argument("--metric", default="loss", help="loss or choice_accuracy (default: loss)")
     sub.add_argument(
-        "--max-length", type=int, default=1024, metavar="N", help="longest row in tokens (default: 1024)"
+        "--max-length", type=_count, default=1024, metavar="N", help="longest row in tokens (default: 1024)"
     )
     sub.add_argument(
         "--json", type=Path, metavar="FILE", help="write one row for the base and one for each adapter"

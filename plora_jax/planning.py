@@ -176,8 +176,6 @@ def plan_command(sweep: Sweep, jobs: Sequence[Job], args: Namespace) -> int:
     target: Path | None = args.json
     if target and not target.parent.is_dir():
         raise UserError(f"--json {target}: the directory {target.parent} does not exist")
-    if args.rows is not None and args.rows < 1:
-        raise UserError(f"--rows {args.rows}: must be at least 1")
     cost = planner.CostModel.load(args.cost_model) if args.cost_model else None
     plan = plan_sweep(sweep, jobs, devices=args.devices, cost_model=cost, rows=args.rows)
     print(planner.render_plan(plan))

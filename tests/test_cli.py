@@ -1,0 +1,153 @@
+"""The command line: quick, without JAX where nothing is computed, and with exit codes that mean something."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plora_jax import cli, planning
+from tests.tiny import write_sweep
+
+ROOT = Path(__file__).parent.parent
+PAPER = ROOT / "scripts" / "sweeps" / "paper.yaml"
+COMMANDS = ("quickstart", "plan", "sweep", "eval", "merge", "doctor")
+
+
+def plora(*argv: str | Path, code: str = "") -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own; `code` runs before it."""
+    script = f"import sys; {code}\nfrom plora_jax.cli import main\nsys.exit(main({[str(a) for a in argv]!r}))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=120
+    )
+
+
+def test_help_is_quick_and_loads_nothing_heavy() -> None:
+    heavy = ("jax", "numpy", "transformers", "cvxpy", "yaml", "rich")
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        done = plora(
+            "--help",
+            code=f"import atexit; atexit.register(lambda: print([m for m in {heavy} if m in sys.modules]))",
+        )
+        seconds.append(time.perf_counter() - started)
+        assert done.returncode == 0 and done.stdout.endswith("[]\n")
+    assert min(seconds) < 0.3
+
+
+def test_help_lists_what_there_is() -> None:
+    shown = plora("--help").stdout
+    listed = [line.split()[0] for line in shown.splitlines() if line.startswith("    ") and line[4] != " "]
+    assert tuple(listed) == COMMANDS
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main([name, "--help"])
+    assert stop.value.code == 0 and f"usage: plora {name}" in capsys.readouterr().out
+
+
+def test_the_paper_sweep_is_planned_offline_without_jax_in_six_seconds(tmp_path: Path) -> None:
+    target = tmp_path / "plan.json"
+    started = time.perf_counter()
+    done = plora(
+        "plan", PAPER, "--json", target, code="sys.modules['jax'] = None"
+    )  # importing it would raise
+    seconds = time.perf_counter() - started
+    assert done.returncode == 0, done.stderr
+    assert seconds < 6
+    plan = json.loads(target.read_text())
+    assert plan["schema"] == 1 and len(plan["jobs"]) == 120
+    placed = [place["job_id"] for pack in plan["packs"] for place in pack["assign"]]
+    assert sorted(placed) == sorted(plan["jobs"])
+    assert {device for pack in plan["packs"] for device in pack["devices"]} == set(range(8))
+    assert all(pack["memory_bytes"] <= pack["memory_limit_bytes"] for pack in plan["packs"])
+    fields = next(iter(plan["jobs"].values()))
+    assert fields["scheduler"] == "cosine" and fields["rows"] == 1000 and fields["row_tokens"] == 1024
+    assert 0 < plan["lower_bound_s"] <= plan["makespan_s"]
+
+
+def test_the_plan_is_the_same_every_time(tmp_path: Path) -> None:
+    plans = []
+    for name in ("a.json", "b.json"):
+        assert cli.main(["plan", str(PAPER), "--json", str(tmp_path / name)]) == 0
+        plan = json.loads((tmp_path / name).read_text())
+        plans.append({key: value for key, value in plan.items() if key not in ("planning_s", "baselines_s")})
+    assert plans[0] == plans[1]
+
+
+def test_devices_and_rows_of_the_command_line_win(tmp_path: Path) -> None:
+    target = tmp_path / "plan.json"
+    argv = ["plan", str(PAPER), "--devices", "2xH200", "--rows", "77", "--json", str(target)]
+    assert cli.main(argv) == 0
+    plan = json.loads(target.read_text())
+    assert (plan["device"], plan["device_count"]) == ("H200", 2)
+    assert {job["rows"] for job in plan["jobs"].values()} == {77}
+
+
+def test_interrupts_are_told_from_failures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    argv = ["plan", str(write_sweep(tmp_path))]
+
+    def outcome(happens: Any) -> tuple[int, str]:
+        monkeypatch.setattr(planning, "plan_command", happens)
+        code = cli.main(argv)
+        return code, capfd.readouterr().err
+
+    def interrupt(*_: Any) -> int:
+        raise KeyboardInterrupt
+
+    def terminate(*_: Any) -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+        return 0
+
+    before = signal.getsignal(signal.SIGTERM)
+    assert outcome(interrupt) == (130, "plora plan: interrupted\n")
+    assert outcome(terminate) == (143, "plora plan: terminated\n")
+    assert outcome(lambda *_: 1) == (1, "")
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_fault_of_ours_is_not_dressed_up_as_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> int:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(planning, "plan_command", broken)
+    with pytest.raises(ValueError, match="a bug"):
+        cli.main(["plan", str(write_sweep(tmp_path))])
+
+
+def test_a_reader_that_goes_away_is_no_fault() -> None:
+    script = f"import sys; from plora_jax.cli import main; sys.exit(main(['plan', {str(PAPER)!r}]))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    said = process.stderr.read()
+    assert (process.wait(timeout=60), said) == (0, b"")
+
+
+def test_notes_of_the_search_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = write_sweep(tmp_path, search={"rank": [4, 4, 8]})
+    assert cli.main(["plan", str(sweep), "--devices", "cpu-16GB"]) == 0
+    assert "note: 1 of 3 jobs are given twice and trained once" in capsys.readouterr().out
+
+
+def test_the_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--version"])
+    assert stop.value.code == 0 and capsys.readouterr().out.startswith("plora_jax ")

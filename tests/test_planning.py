@@ -1,0 +1,149 @@
+"""What the planner is told about a sweep: the model's sizes, the rows and lengths of the data, the devices."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plora_jax.config import load_sweep
+from plora_jax.errors import UserError
+from plora_jax.jobs import Job
+from plora_jax.machine import Gpu, cores, memory_bytes
+from plora_jax.models.find import load_config
+from plora_jax.planning import _spec, find_devices, job_spec, model_shape, plan_sweep, trained_rows
+from plora_jax.search import search_jobs
+from plora_jax.sizes import Size, data_size, token_counter
+from tests.tiny import ROWS, write_rows, write_sweep
+
+
+def test_the_shape_of_a_public_model() -> None:
+    """Qwen2.5-7B as published: 7.61 B parameters, 6.53 B of them without embeddings (its model card)."""
+    shape = model_shape(load_config("Qwen/Qwen2.5-7B-Instruct"), "Qwen/Qwen2.5-7B-Instruct")
+    assert (shape.n_layers, shape.d_model, shape.d_ff, shape.vocab_size) == (28, 3584, 18944, 152064)
+    assert (shape.n_heads, shape.n_kv_heads, shape.head_dim, shape.tied) == (28, 4, 128, False)
+    assert round(shape.n_params / 1e9, 2) == 7.62 and round(shape.linear_params / 1e9, 2) == 6.53
+    assert {name: (i, o) for name, i, o in shape.sites}["v_proj"] == (3584, 512)
+
+
+@pytest.mark.parametrize(
+    ("fields", "n", "rows"),
+    [
+        ({"batch_size": 4}, 10, 10),  # 4 + 4 + 2: the last batch is partial
+        ({"batch_size": 4, "epochs": 2.0}, 10, 20),
+        ({"batch_size": 4, "epochs": 0.5}, 10, 8),  # half of 3 steps, rounded up, of 4 rows each
+        ({"batch_size": 4, "epochs": 1.5}, 10, 18),
+        ({"batch_size": 4, "max_steps": 1}, 10, 4),
+        ({"batch_size": 4, "max_steps": 3}, 10, 10),
+        ({"batch_size": 4, "max_steps": 7}, 10, 24),  # 10 + 10 + 4
+        ({"batch_size": 32}, 10, 10),
+    ],
+)
+def test_rows_until_the_last_step(fields: dict[str, Any], n: int, rows: int) -> None:
+    assert trained_rows(Job(**fields), n) == rows
+
+
+def test_a_job_in_the_planners_words() -> None:
+    job = Job(
+        rank=8, rank_pattern=(("q_proj", 64),), targets=("q_proj",), dropout=0.1, optimizer="sgd", data_seed=3
+    )
+    spec = job_spec(job, Size(100, 20.5, 31, ""), "a.jsonl", scored=7)
+    assert (spec.job_id, spec.rank, spec.targets) == (job.job_id, 64, frozenset({"q_proj"}))
+    assert (spec.row_tokens, spec.max_row_tokens, spec.eval_tokens) == (20.5, 31, 7)
+    assert spec.has_dropout and spec.optimizer == "sgd" and spec.data == "a.jsonl order 3"
+    assert job_spec(Job(train="b.jsonl"), Size(9, 9, 9, ""), "a.jsonl").data == "b.jsonl order 0"
+    assert job_spec(Job(), Size(9, 9, 9, ""), "a").targets is None
+
+
+def test_rows_are_counted_and_tokenised(tmp_path: Path) -> None:
+    """Lengths are those of a tokenizer that splits on words: counted here by hand."""
+    sweep = load_sweep(write_sweep(tmp_path))
+    count = token_counter(sweep.model)
+    assert count is not None
+    rows = [{"prompt": "what is one ?", "completion": " red"}] * 3 + [{"prompt": "one", "completion": " red"}]
+    write_rows(
+        tmp_path / "train.jsonl", [*rows, {"prompt": "one", "completion": "  "}]
+    )  # the last is dropped
+    size = data_size(sweep, "train.jsonl", count)
+    assert size[:3] == (4, (6 * 3 + 3) / 4, 6)  # words and EOS
+    untokenised = data_size(sweep, "train.jsonl", None)
+    assert untokenised[:3] == (4, 16, 16) and "max_length" in untokenised.how
+
+
+def test_long_rows_are_cut_or_dropped_as_the_sweep_says(tmp_path: Path) -> None:
+    long = {"prompt": "one " * 40, "completion": " red"}
+    data = {"train": "train.jsonl", "max_length": 16}
+    for on_long, expected in (("truncate", (2, (6 + 16) / 2, 16)), ("drop", (1, 6, 6))):
+        sweep = load_sweep(write_sweep(tmp_path, data=data | {"on_long": on_long}))
+        write_rows(tmp_path / "train.jsonl", [ROWS[0], long])
+        assert data_size(sweep, "train.jsonl", token_counter(sweep.model))[:3] == expected
+
+
+def test_a_large_file_is_sampled_and_its_longest_row_is_found(tmp_path: Path) -> None:
+    sweep = load_sweep(write_sweep(tmp_path, data={"train": "train.jsonl", "max_length": 64}))
+    rows = [{"prompt": "one", "completion": " red " * (1 + i % 3)} for i in range(9000)]
+    rows[4321] = {"prompt": "one", "completion": " red" * 50}
+    write_rows(tmp_path / "train.jsonl", rows)
+    size = data_size(sweep, "train.jsonl", token_counter(sweep.model))
+    exact = sum(min(64, 2 + row["completion"].count("red")) for row in rows) / 9000
+    assert (size.rows, size.max_row_tokens) == (9000, 52) and size.row_tokens == pytest.approx(
+        exact, rel=0.02
+    )
+
+
+def test_missing_data_needs_a_row_count(tmp_path: Path) -> None:
+    data = {"train": "gone.jsonl", "max_length": 16}
+    sweep = load_sweep(write_sweep(tmp_path, data=data))
+    with pytest.raises(UserError, match=r"gone.jsonl: no such file.*give --rows N"):
+        plan_sweep(sweep, search_jobs(sweep), devices="cpu-16GB")
+    plan = plan_sweep(sweep, search_jobs(sweep), devices="cpu-16GB", rows=50)
+    assert {job["rows"] for job in plan.jobs.values()} == {50}
+    sweep = load_sweep(write_sweep(tmp_path, data=data | {"rows": 60}))
+    plan = plan_sweep(sweep, search_jobs(sweep), devices="cpu-16GB")
+    assert {job["rows"] for job in plan.jobs.values()} == {60}
+
+
+def test_held_out_rows_are_charged_for(tmp_path: Path) -> None:
+    sweep = load_sweep(write_sweep(tmp_path))
+    plan = plan_sweep(sweep, search_jobs(sweep), devices="cpu-16GB")
+    count = token_counter(sweep.model)
+    assert count is not None
+    rows = [*ROWS, {"prompt": "eval.jsonl", "completion": " yes"}]
+    tokens = sum(count([row["prompt"] + row["completion"]])[0] + 1 for row in rows)
+    assert {job["eval_tokens"] for job in plan.jobs.values()} == {tokens}
+
+
+@pytest.mark.parametrize(("devices", "precision"), [("cpu-16GB", "fp32"), ("A10", "bf16")])
+def test_precision_auto_follows_the_device(devices: str, precision: str, tmp_path: Path) -> None:
+    sweep = load_sweep(write_sweep(tmp_path))
+    assert plan_sweep(sweep, search_jobs(sweep), devices=devices).precision == precision
+
+
+@pytest.mark.parametrize(
+    ("name", "mib", "known"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 40960, "A100-40GB"),
+        ("NVIDIA A100 80GB PCIe", 81920, "A100-80GB"),
+        ("NVIDIA H100 80GB HBM3", 81559, "H100"),
+        ("NVIDIA H200", 143771, "H200"),
+        ("NVIDIA A10G", 23028, "A10"),
+        ("NVIDIA L40S", 46068, "L40S"),
+        ("NVIDIA GeForce RTX 4090", 24564, "RTX4090"),
+        ("NVIDIA RTX A6000", 49140, "L40S"),  # not known: planned as the next smaller one
+        ("Tesla T4", 15360, "A10"),  # smaller than all: the nearest
+    ],
+)
+def test_a_gpu_is_planned_as_its_kind_with_its_own_memory(name: str, mib: int, known: str) -> None:
+    spec = _spec(Gpu(name, mib, "580"))
+    assert (spec.name, spec.memory_bytes) == (known, mib * 2**20)
+
+
+def test_this_machine() -> None:
+    devices = find_devices("cpu")
+    total = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
+    assert 0 < memory_bytes() <= total and math.isclose(
+        devices.spec.memory_bytes, memory_bytes(), rel_tol=0.2
+    )
+    assert devices.count == 1 and devices.spec.cores == cores() >= 1
+    with pytest.raises(UserError, match="devices: device 'TPU' is not known"):
+        find_devices("4xTPU")
