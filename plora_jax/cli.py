@@ -163,6 +163,12 @@ def _parser() -> argparse.ArgumentParser:
         "--out", type=Path, required=True, metavar="DIR", help="new directory for the merged model"
     )
     sub.add_argument("--model", help="base model (default: the one named by the adapter)")
+    sub.add_argument(
+        "--dtype",
+        default="auto",
+        choices=["auto", "fp32", "bf16", "fp16"],
+        help="of the merged weights (default: the base's own; fp32 from .gguf)",
+    )
 
     sub = command("doctor", _doctor, "Show what was found on this machine and what is missing.")
     sub.add_argument("--model", help="also describe this model: what would be trained, what is unsupported")
@@ -234,7 +240,7 @@ def _merge(args: argparse.Namespace) -> int:
     check_unused(args.out, resume=False)
     from plora_jax.merge import merge_command
 
-    return merge_command(args.adapter, args.out, args.model)
+    return merge_command(args.adapter, args.out, args.model, args.dtype)
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -53,6 +53,7 @@ def export_adapter(
     ready.mkdir(parents=True)
     save_file(adapter_tensors(config, job, adapter), ready / WEIGHTS, metadata={"format": "pt"})
     (ready / CONFIG).write_text(json.dumps(adapter_config(base_name, config, job), indent=2) + "\n")
+    shutil.copymode(ready / CONFIG, ready / WEIGHTS)  # safetensors makes files that only their owner can read
     (ready / CARD).write_text(
         model_card(base_name, job, int(max(r.max() for r in ranks(config, job).values())))
     )

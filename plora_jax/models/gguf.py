@@ -1,7 +1,7 @@
 """Read llama.cpp's .gguf files: metadata to ModelConfig, tensors to the checkpoint keys of transformers."""
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,10 @@ NAMES = {  # gguf tensor, within a layer or outside → transformers'
 
 @dataclass(frozen=True)
 class GGUF:
-    """Hold an open .gguf file: its metadata fields, what model it is, and its reader."""
+    """Hold an open .gguf file: its metadata, what model it is (as config.json and as read), its reader."""
 
     fields: dict[str, Any]
+    config_json: dict[str, Any]
     config: ModelConfig
     reader: Any
 
@@ -84,7 +85,8 @@ def open_gguf(path: Path) -> GGUF:
         fields = {key: field.contents() for key, field in reader.fields.items()}
     except (ValueError, IndexError, OSError) as error:
         raise UserError(f"{path}: not a readable .gguf file: {error}") from None
-    return GGUF(fields, _config(fields, reader, str(path)), reader)
+    config = _config_json(fields, reader, str(path))
+    return GGUF(fields, config, config_from_hf(config, str(path)), reader)
 
 
 def unpermute(values: np.ndarray, heads: int) -> np.ndarray:
@@ -107,8 +109,8 @@ def _key(name: str, config: ModelConfig) -> str | None:
     return f"{stem}.{kind}" if layer is None else f"model.layers.{layer}.{stem}.{kind}"
 
 
-def _config(fields: dict[str, Any], reader: Any, name: str) -> ModelConfig:
-    """Build a config.json from the metadata and read it like any other."""
+def _config_json(fields: dict[str, Any], reader: Any, name: str) -> dict[str, Any]:
+    """Build a config.json from the metadata."""
     arch = fields.get("general.architecture")
     if arch not in ARCHITECTURES:
         raise UserError(
@@ -148,14 +150,15 @@ def _config(fields: dict[str, Any], reader: Any, name: str) -> ModelConfig:
         config[key] = int(value) if isinstance(value, np.integer) else value
     if arch.startswith("gemma"):
         config["query_pre_attn_scalar"] = _gemma_query_scalar(config)
-    read = config_from_hf(config, name)
     if "rope_freqs.weight" in tensors:  # llama3 scaling, as the divisor of each frequency
-        divisors = tuple(float(f) for f in np.asarray(tensors["rope_freqs.weight"].data).ravel())
-        rope = replace(
-            read.ropes[0], kind="longrope", original=read.max_positions, short=divisors, long=divisors
-        )
-        read = replace(read, ropes=(rope, *read.ropes[1:]))
-    return read
+        divisors = [float(f) for f in np.asarray(tensors["rope_freqs.weight"].data).ravel()]
+        config["rope_scaling"] = {
+            "rope_type": "longrope",
+            "short_factor": divisors,
+            "long_factor": divisors,
+            "original_max_position_embeddings": config["max_position_embeddings"],
+        }
+    return config
 
 
 def _scaling(get: Any, name: str) -> dict[str, Any] | None:
