@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import re
 import types
 from dataclasses import MISSING, Field
 from typing import Any, Literal, Union, get_args, get_origin
@@ -69,7 +70,8 @@ def allowed(kind: Any, meta: Any) -> str:
     if origin is tuple and get_origin(args[0]) is tuple:
         return f"a mapping from module pattern to {allowed(get_args(args[0])[1], meta)}"
     if origin is tuple:
-        return f"a list, each {allowed(args[0], meta)}"
+        words = allowed(args[0], meta).removeprefix("a ")
+        return "a list of " + re.sub("^(text|whole number|number)", r"\1s", words)
     return {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind] + (
         _bounds(meta) if kind in (int, float) else ""
     )

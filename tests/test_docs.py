@@ -1,0 +1,26 @@
+"""The page on SWEEP.yaml says what the code does."""
+
+import re
+
+from plora_jax.config import parse_sweep
+from plora_jax.jobs import JOB_FIELDS
+from plora_jax.search import search_jobs
+from scripts.docs import PAGE, page
+
+TEXT = PAGE.read_text(encoding="utf-8")
+
+
+def test_the_tables_are_those_of_the_fields() -> None:
+    assert page(TEXT) == TEXT, "run: python -m scripts.docs"
+
+
+def test_every_job_field_is_described_with_its_default() -> None:
+    for name, field in JOB_FIELDS.items():
+        [row] = re.findall(rf"^\| `{name}` \|.*\| {re.escape(field.metadata['doc'])} \|$", TEXT, re.MULTILINE)
+        assert isinstance(field.default, (bool, tuple, str, type(None))) or f"`{field.default}`" in row
+
+
+def test_the_example_is_a_sweep() -> None:
+    example = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)[0]
+    jobs = search_jobs(parse_sweep(example))
+    assert len(jobs) == 40 and {job.warmup_ratio for job in jobs} == {0.03}
