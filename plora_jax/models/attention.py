@@ -43,9 +43,11 @@ def _attend_xla(
     q: Array, k: Array, v: Array, seen: Array, window: Array | None, config: ModelConfig
 ) -> Array:
     B, S, N, H = q.shape
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    q = q.reshape(B, S, k.shape[2], -1, H)  # [B, S, K, N/K, H]
-    scores = jnp.einsum("bskgh,btkh->bkgst", q, k, preferred_element_type=wide) * config.attn_scale
+    K, wide = k.shape[2], jnp.promote_types(q.dtype, jnp.float32)
+    # Heads before positions, so that no product has to transpose the [S, S] scores.
+    q = q.reshape(B, S, K, N // K, H).transpose(0, 2, 3, 1, 4)  # [B, K, N/K, S, H]
+    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)  # [B, K, S, H]
+    scores = jnp.einsum("bkgsh,bkth->bkgst", q, k, preferred_element_type=wide) * config.attn_scale
     if config.attn_softcap:
         scores = config.attn_softcap * jnp.tanh(scores / config.attn_softcap)
     if window is not None:
@@ -53,7 +55,8 @@ def _attend_xla(
         seen = seen & (index[:, None] - index[None, :] < window)
     scores = jnp.where(seen[:, None, None], scores, jnp.finfo(wide).min)  # [B, K, N/K, S, S]
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("bkgst,btkh->bskgh", weights, v).reshape(B, S, N, H)
+    out = jnp.einsum("bkgst,bkth->bkgsh", weights, v)  # [B, K, N/K, S, H]
+    return out.transpose(0, 3, 1, 2, 4).reshape(B, S, N, H)
 
 
 def _attend_cudnn(
