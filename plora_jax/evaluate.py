@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -163,7 +164,7 @@ def _batch(
     size: int,
     length: int,
     width: int,
-) -> tuple[tuple[Int32[np.ndarray, "..."], ...], Int32[np.ndarray, "B P"]]:
+) -> tuple[tuple[Any, ...], Int32[np.ndarray, "B P"]]:
     tokens, rows = np.zeros((size, length), np.int32), np.full((size, length), -1, np.int32)
     trained, targets = np.zeros((size, width), np.int32), np.full((size, width), -1, np.int32)
     ids = np.full((size, width), -1, np.int64)

@@ -1,7 +1,7 @@
 """One job's optimizer step, with every setting traced: the packed step vmaps it over the slots."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ def warmup_steps(job: Job, total_steps: int) -> int:
 
 def hyper(job: Job, total_steps: int, dtype: Any = np.float32) -> Hyper:
     """Turn a job's settings into the scalars the step reads; `total_steps` ends its schedule."""
-    reals = {
+    reals: dict[str, Any] = {
         name: np.asarray(getattr(job, name), dtype)
         for name in (
             "learning_rate",
@@ -55,14 +55,14 @@ def hyper(job: Job, total_steps: int, dtype: Any = np.float32) -> Hyper:
             "dropout",
         )
     }
-    integers = {
+    integers: dict[str, Any] = {
         "optimizer": OPTIMIZERS.index(job.optimizer),
         "scheduler": SCHEDULERS.index(job.scheduler),
         "warmup": warmup_steps(job, total_steps),
         "total": total_steps,
         "seed": job.seed,
     }
-    return Hyper(**reals, **{name: np.asarray(value, np.int32) for name, value in integers.items()})
+    return Hyper(**reals, **{name: cast(Any, np.asarray(value, np.int32)) for name, value in integers.items()})
 
 
 def learning_rate(h: Hyper, step: Int32[Array, ""]) -> Float[Array, ""]:

@@ -136,7 +136,7 @@ def make_load_slot(spec: PackSpec) -> Callable[[PackState, int, Adapter, dict[st
 
 def fresh_slot(
     config: ModelConfig, spec: PackSpec, job: Job, total_steps: int, adapter: Adapter | None = None
-) -> tuple[Adapter, dict[str, np.ndarray], Hyper]:
+) -> tuple[Adapter, dict[str, Any], Hyper]:
     """Make what a job brings into a slot: weights padded to the bucket, scales [L] a site, settings.
 
     `adapter` (true rank) starts the job from given weights instead of a fresh A and B = 0.
