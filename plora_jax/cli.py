@@ -99,12 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run, after=after)
         return sub
 
-    sub = command(
-        "quickstart",
-        _quickstart,
-        "Run a complete sweep on a small real model, on the CPU.",
-        "; run it again to go on",
-    )
+    sub = command("quickstart", _quickstart, "Run a complete sweep on a small real model, on the CPU.")
     sub.add_argument(
         "--out", type=Path, metavar="DIR", help="run directory (default: the next free runs/quickstart-N)"
     )
@@ -119,7 +114,6 @@ def _parser() -> argparse.ArgumentParser:
         "--devices", help="such as 8xA100-40GB, or cpu (default: the sweep's, else this machine)"
     )
     sub.add_argument("--json", type=Path, metavar="FILE", help="write the plan as JSON")
-    sub.add_argument("--explain", action="store_true", help="say what limits each pack, and why these slots")
     sub.add_argument("--cost-model", type=Path, metavar="FILE", help="measured times and memory to plan with")
     sub.add_argument("--rows", type=_count, metavar="N", help="training rows, when the data is not at hand")
 
@@ -235,9 +229,6 @@ def _eval(args: argparse.Namespace) -> int:
 
 
 def _merge(args: argparse.Namespace) -> int:
-    from plora_jax.rundir import check_unused
-
-    check_unused(args.out, resume=False)
     from plora_jax.merge import merge_command
 
     return merge_command(args.adapter, args.out, args.model, args.dtype)

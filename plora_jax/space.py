@@ -15,14 +15,8 @@ def setting(default: Any, doc: str, **meta: Any) -> Any:
 
 RATIO = "alpha_ratio"
 RATIO_META = {"doc": "alpha = alpha_ratio × rank", "low": 0.0, "open_low": True}
-FRESH = (
-    "rank",
-    "alpha",
-    RATIO,
-    "use_rslora",
-    "rank_pattern",
-    "alpha_pattern",
-)  # an init_adapter brings its own
+# What an init_adapter brings along.
+FRESH = ("rank", "alpha", RATIO, "use_rslora", "targets", "rank_pattern", "alpha_pattern")
 # Pairs of which one overrules the other: giving both is a contradiction, not a preference.
 EXCLUDES = [("alpha", RATIO), ("max_steps", "epochs"), ("warmup_steps", "warmup_ratio"), ("seed", "seeds")]
 EXCLUDES += [("init_adapter", name) for name in FRESH]

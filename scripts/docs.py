@@ -27,7 +27,7 @@ def table(described: Iterable[Field[Any]]) -> str:
     """Return a Markdown table of fields that carry their documentation."""
     rows = ["| field | allowed | default | meaning |", "|---|---|---|---|"]
     for field in described:
-        words = allowed(field.type, field.metadata).replace("|", "\\|")
+        words = allowed(field.type, field.metadata).removesuffix(" or null")
         rows.append(f"| `{field.name}` | {words} | {default(field)} | {field.metadata['doc']} |")
     return "\n".join(rows)
 

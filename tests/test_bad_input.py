@@ -401,7 +401,8 @@ COMMANDS: list[tuple[list[str], str]] = [
     ),
     (["eval", "--model", "model", "--data", "eval.jsonl", "--json", "no/such/x.json"], "does not exist"),
     (["merge", "gone"], "--out"),
-    (["merge", "gone", "--out", "model"], "already used"),
+    (["merge", "gone", "--out", "new"], "not a PEFT adapter"),
+    (["merge", "gone", "--out", "new", "--dtype", "int8"], "invalid choice: 'int8'"),
 ]
 
 

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from plora_jax import cli, planning
-from tests.tiny import write_sweep
+from plora_jax.config import load_sweep
+from plora_jax.search import search_jobs
+from tests.tiny import write_sweep, write_weights
 
 ROOT = Path(__file__).parent.parent
 PAPER = ROOT / "scripts" / "sweeps" / "paper.yaml"
@@ -145,6 +147,37 @@ def test_notes_of_the_search_are_shown(tmp_path: Path, capsys: pytest.CaptureFix
     sweep = write_sweep(tmp_path, search={"rank": [4, 4, 8]})
     assert cli.main(["plan", str(sweep), "--devices", "cpu-16GB"]) == 0
     assert "note: 1 of 3 jobs are given twice and trained once" in capsys.readouterr().out
+
+
+def test_a_sweep_from_file_to_merged_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The commands as a user chains them: sweep, again (refused), resume, changed (refused), eval, merge."""
+    path = write_sweep(tmp_path, search={"rank": [4, 8]})
+    write_weights(tmp_path / "model")
+    sweep, out = ["sweep", str(path), "--out", str(tmp_path / "run")], tmp_path / "run"
+    assert cli.main([*sweep, "--dry-run"]) == 0 and not out.exists()
+    assert cli.main(sweep) == 0
+    board = json.loads((out / "leaderboard.json").read_text())
+    assert [job["status"] for job in board["jobs"]] == ["completed"] * 2
+    assert {job["job_id"] for job in board["jobs"]} == {job.job_id for job in search_jobs(load_sweep(path))}
+    assert search_jobs(load_sweep(out / "sweep.yaml")) == search_jobs(load_sweep(path))
+    assert cli.main(sweep) == 2 and "already used" in capsys.readouterr().err
+    assert cli.main([*sweep, "--resume"]) == 0
+    write_sweep(tmp_path, search={"rank": [4, 8]}, train={"batch_size": 1})
+    assert cli.main([*sweep, "--resume"]) == 2
+    said = capsys.readouterr().err
+    assert "another configuration" in said and "batch_size: 1" in said
+
+    adapter = out / board["jobs"][0]["adapter"]
+    scores = tmp_path / "scores.json"
+    rows = ["--data", str(tmp_path / "eval.jsonl"), "--max-length", "16", "--json", str(scores)]
+    assert cli.main(["eval", "--model", str(tmp_path / "model"), "--adapter", str(adapter), *rows]) == 0
+    base, best = json.loads(scores.read_text())
+    assert base["loss"] == pytest.approx(board["base"]["loss"], rel=1e-5)
+    assert best["loss"] == pytest.approx(board["jobs"][0]["loss"], rel=1e-5) and best["rows"] == 3
+
+    merged = tmp_path / "merged"
+    assert cli.main(["merge", str(adapter), "--out", str(merged)]) == 0
+    assert {path.name for path in merged.iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
 
 
 def test_the_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,6 +60,20 @@ def write_model(directory: Path, **changes: Any) -> Path:
     return directory
 
 
+def write_weights(directory: Path, seed: int = 0) -> None:
+    """Write random weights that fit the directory's config.json."""
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    from plora_jax.models.find import load_config
+    from plora_jax.models.table import checkpoint_table
+
+    draw = np.random.default_rng(seed).standard_normal
+    shapes = {key: tensor.shape for key, tensor in checkpoint_table(load_config(str(directory))).items()}
+    tensors = {k: (0.2 * draw(shape) + (len(shape) == 1)).astype(np.float32) for k, shape in shapes.items()}
+    save_file(tensors, directory / "model.safetensors")
+
+
 def write_rows(path: Path, rows: list[Any] | None = None) -> Path:
     """Write rows (by default two) as JSON lines."""
     path.write_text("".join(json.dumps(row) + "\n" for row in (ROWS if rows is None else rows)))
