@@ -1,5 +1,6 @@
 """Run a sweep: read the data, plan, train pack by pack, score, rank and export."""
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,11 +16,10 @@ from plora_jax.config import DataConfig, Sweep, resolved
 from plora_jax.data.examples import Examples
 from plora_jax.data.shapes import MAX_SHAPES, Shape, choose_shapes
 from plora_jax.errors import UserError
-from plora_jax.evaluate import Score, Scorer
+from plora_jax.evaluate import Score, Scorer, runtime_for
 from plora_jax.jobs import Job
 from plora_jax.leaderboard import Result, print_leaderboard, rank, write_leaderboard
 from plora_jax.models.config import ModelConfig
-from plora_jax.models.decoder import Runtime
 from plora_jax.models.find import load_config, load_tokenizer
 from plora_jax.models.load import Base, load_base
 from plora_jax.peft import export_adapter, import_adapter
@@ -93,9 +93,16 @@ def run_sweep(
         return int(any(row["status"] == "failed" for row in rows))
 
 
-def sweep(base: Base, jobs: Sequence[Job], data: dict[str, Any], out: str | Path, **options: Any) -> int:
-    """Run a sweep from Python: `data` holds the fields of the data section of SWEEP.yaml; see `run_sweep`."""
-    return run_sweep(Sweep(model=base.name, data=DataConfig(**data)), jobs, Path(out), base=base, **options)
+def sweep(
+    base: Base, jobs: Sequence[Job], data: dict[str, Any], out: str | Path, **options: Any
+) -> dict[str, Any]:
+    """Run a sweep from Python and return its leaderboard, as leaderboard.json holds it.
+
+    `data` holds the fields of the data section of SWEEP.yaml; options and errors are those of `run_sweep`.
+    """
+    out = Path(out)
+    run_sweep(Sweep(model=base.name, data=DataConfig(**data)), jobs, out, base=base, **options)
+    return json.loads((out / "leaderboard.json").read_text(encoding="utf-8"))
 
 
 def start_adapters(
@@ -161,11 +168,7 @@ class Engine:
     pending: list[Trained] = field(default_factory=list)  # exported, waiting to be scored together
 
     def __post_init__(self) -> None:
-        self.scorer = Scorer(self.base, self._runtime("none"))
-
-    def _runtime(self, policy: str) -> Runtime:
-        dtype = jax.tree.leaves(self.base.params)[0].dtype
-        return Runtime(dtype=dtype, recompute=policy)  # type: ignore[arg-type]
+        self.scorer = Scorer(self.base, runtime_for(self.base))
 
     def run_pack(self, pack: Pack, name: str) -> None:
         """Train the pack's jobs that are not finished yet, slot by slot as planned; export and score each."""
@@ -201,7 +204,7 @@ class Engine:
                 queues,
                 pack.m,
                 shapes,
-                runtime=self._runtime(pack.policy),
+                runtime=runtime_for(self.base, pack.policy),
                 on_step=on_step,
                 on_micro_step=on_micro_step,
             ):

@@ -26,6 +26,7 @@ from plora_jax.data.examples import Examples
 from plora_jax.data.shapes import split_lengths
 from plora_jax.errors import UserError
 from plora_jax.jobs import Job
+from plora_jax.models.attention import choose_attention
 from plora_jax.models.decoder import LoRA, Runtime
 from plora_jax.models.find import load_config, load_tokenizer
 from plora_jax.models.load import Base, load_base
@@ -90,6 +91,13 @@ class Requests:
 
 Scales = dict[str, Float[Array, "L J"]]
 EvalStep = Callable[[Stack, Scales, nnx.State, Array, Array, Array, Array, Array], Array]
+
+
+def runtime_for(base: Base, recompute: str = "none") -> Runtime:
+    """Choose how a base model runs here: in its own dtype, attention by what the device has, one example a sequence."""
+    dtype = jax.tree.leaves(base.params)[0].dtype
+    attention = choose_attention(base.config, dtype, jax.default_backend())
+    return Runtime(attention, recompute, dtype, segments=False)  # type: ignore[arg-type]
 
 
 def make_eval_step(base: Base, runtime: Runtime | None = None, loss_chunk: int = 1024) -> EvalStep:
@@ -242,8 +250,7 @@ def eval_command(
         adapter, fields = import_adapter(directory, config)
         loaded.append((replace(Job(), **fields), adapter))
     base = load_base(model)
-    runtime = Runtime(dtype=jax.tree.leaves(base.params)[0].dtype)
-    scores = Scorer(base, runtime).score(loaded, evals)
+    scores = Scorer(base, runtime_for(base)).score(loaded, evals)
     names = [None, *map(str, adapters)]
     rows = [
         {"model": model, "adapter": n, "metric": metric, **vars(s)}

@@ -1,5 +1,7 @@
 """Causal attention within the examples of packed sequences, by XLA or by cuDNN, as the configuration says."""
 
+from typing import Any, Literal
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
@@ -84,6 +86,17 @@ def _attend_cudnn(
         return flash(None)
     (width,) = widths  # cuDNN wants it static; every family has one width
     return jax.lax.cond(window < S, lambda: flash(width), lambda: flash(None))
+
+
+def choose_attention(config: ModelConfig, dtype: Any, platform: str) -> Literal["xla", "cudnn"]:
+    """Choose cuDNN for 16-bit models on NVIDIA GPUs where it serves the model, XLA everywhere else."""
+    if platform != "gpu" or jnp.dtype(dtype).itemsize != 2:
+        return "xla"
+    try:
+        check_attention(config, "cudnn")
+    except UserError:
+        return "xla"
+    return "cudnn"
 
 
 def check_attention(config: ModelConfig, implementation: str) -> None:
