@@ -19,7 +19,7 @@ _HOMES = {
     "pack_spec": "step",
     "init_pack": "step",
     "make_train_step": "step",
-    "read_examples": "data",
+    "read_examples": "data.encode",
     "sweep": "engine",
     "import_adapter": "peft",
     "export_adapter": "peft",
