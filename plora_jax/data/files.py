@@ -17,6 +17,12 @@ _MAGIC = {b"\x1f\x8b": ".gz", b"BZh": ".bz2", b"\xfd7zXZ\x00": ".xz", b"\x28\xb5
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
+def one_line(error: BaseException) -> str:
+    """Return an error's message on one line, shortened, or its kind when it has none."""
+    message = " ".join(str(error).split()) or type(error).__name__
+    return message if len(message) <= 200 else f"{message[:200]} …"
+
+
 def file_kind(path: Path) -> str:
     """Return the file's suffix without its compression: one of SUFFIXES; UserError for any other name."""
     names = [s.lower() for s in path.suffixes]
@@ -34,7 +40,7 @@ def read_bytes(path: Path) -> bytes:
     try:
         raw = path.read_bytes()
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}.") from None
+        raise UserError(f"{path}: cannot be read: {error.strerror or one_line(error)}.") from None
     packing = next((name for magic, name in _MAGIC.items() if raw.startswith(magic)), None)
     if packing is None:
         if raw and path.suffix.lower() in PACKED:
@@ -43,7 +49,7 @@ def read_bytes(path: Path) -> bytes:
     try:
         return _unpack(raw, packing)
     except (OSError, EOFError, lzma.LZMAError, zlib.error, ValueError) as error:
-        raise UserError(f"{path}: the {packing} data is broken or cut off: {error}.") from None
+        raise UserError(f"{path}: the {packing} data is broken or cut off: {one_line(error)}.") from None
 
 
 def _unpack(raw: bytes, packing: str) -> bytes:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from plora_jax.data.files import one_line
 from plora_jax.errors import UserError
 
 
@@ -28,9 +29,8 @@ def hub_files(name: str) -> list[Path]:
                 for f in sorted(chosen)
             ]
     except Exception as error:  # the hub client raises a dozen unrelated types: http, offline, gated, absent
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
-            f"{name}: no such file here, and the hub data set of that name could not be fetched ({reason}). "
+            f"{name}: no such file here, and the hub data set of that name could not be fetched ({one_line(error)}). "
             "Check the spelling and the network, or give a local file."
         ) from None
     raise UserError(f"{name}: the hub data set has no split {split!r}; it has {', '.join(splits) or 'none'}.")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from plora_jax.data.files import ALLOWED, SUFFIXES, file_kind, read_bytes, text_lines
+from plora_jax.data.files import ALLOWED, SUFFIXES, file_kind, one_line, read_bytes, text_lines
 from plora_jax.errors import UserError
 
 OnBadRow = Literal["error", "skip"]
@@ -185,7 +185,7 @@ def _parquet(path: Path, raw: bytes, faults: Faults) -> Iterator[Row]:
     try:
         table = pyarrow.parquet.read_table(io.BytesIO(raw))
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path}: is not a readable parquet file: {error}.") from None
+        raise UserError(f"{path}: is not a readable parquet file: {one_line(error)}.") from None
     for number in range(table.num_rows):
         where = f"{path}, row {number + 1}"
         try:

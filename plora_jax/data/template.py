@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from plora_jax.data.files import one_line
 from plora_jax.data.formats import Turn
 from plora_jax.errors import UserError
 
@@ -79,7 +80,7 @@ class Template:
             text, skeleton = self._apply(turns), self._apply(marked)
         except Exception as error:
             raise UserError(
-                f"{where}: the model's chat template refuses the conversation: {error}."
+                f"{where}: the model's chat template refuses the conversation: {one_line(error)}."
             ) from None
         spans, at = [], 0
         for n, i in enumerate(spoken):

@@ -139,7 +139,7 @@ def test_hub_names_that_cannot_be_reached_say_so(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", refuse)
     message = fails("some-owner/some-data")
-    assert "could not be fetched (no route to the hub)" in message and "local file" in message
+    assert "could not be fetched (no route to the hub more)" in message and "local file" in message
 
 
 def test_a_hub_split_is_read_from_its_parquet_files(monkeypatch, tmp_path):
