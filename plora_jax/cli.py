@@ -191,17 +191,10 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _sweep(args: argparse.Namespace) -> int:
-    from plora_jax.config import unsupported
-
     sweep, jobs = _read(args.sweep)
-    if missing := unsupported(sweep):
-        raise UserError(f"{args.sweep}: " + "; ".join(missing))
-    out = args.out or Path("runs") / args.sweep.stem
-    from plora_jax.rundir import check_unused
-
-    check_unused(out, args.resume)
     from plora_jax.engine import run_sweep
 
+    out = args.out or Path("runs") / args.sweep.stem
     return run_sweep(sweep, jobs, out, resume=args.resume, dry_run=args.dry_run)
 
 

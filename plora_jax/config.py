@@ -136,6 +136,11 @@ def parse_sweep(text: str, base_dir: Path = Path("."), source: str = "sweep") ->
     return _sweep(raw, faults, base_dir)
 
 
+def make_sweep(**sections: Any) -> Sweep:
+    """Check a sweep given in Python by the file's own sections: `make_sweep(model="m", data={"train": "a.jsonl"})`."""
+    return _sweep(sections, Faults("sweep"), Path("."))
+
+
 def _sweep(raw: dict[str, Any], faults: Faults, base_dir: Path) -> Sweep:
     for key in raw:
         if key not in TOP and key != "jobs":
@@ -175,7 +180,9 @@ def _sweep(raw: dict[str, Any], faults: Faults, base_dir: Path) -> Sweep:
     train = read_train(raw.get("train"), faults, SECTION_OF)
     search = read_search(raw, train, faults, SECTION_OF)
     faults.check()
-    beside = base_dir / Path(top["model"]).expanduser()  # like data files, found from where the sweep's file is
+    beside = (
+        base_dir / Path(top["model"]).expanduser()
+    )  # like data files, found from where the sweep's file is
     top["model"] = str(beside.absolute()) if beside.exists() else top["model"]
     return Sweep(
         data=DataConfig(**parts["data"]),
@@ -195,7 +202,9 @@ def _check_path(where: Place, name: Any, base_dir: Path, faults: Faults) -> None
     try:
         (base_dir / Path(str(name)).expanduser()).exists()
     except (OSError, ValueError, RuntimeError) as error:
-        faults.add(where, f"{shown(name)} cannot be a file's name ({getattr(error, 'strerror', None) or error})")
+        faults.add(
+            where, f"{shown(name)} cannot be a file's name ({getattr(error, 'strerror', None) or error})"
+        )
 
 
 def _check_data(data: dict[str, Any], base_dir: Path, faults: Faults) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from planner import Pack, render_plan
 from plora_jax.adapters import Adapter
-from plora_jax.config import DataConfig, Sweep, resolved
+from plora_jax.config import Sweep, make_sweep, resolved, unsupported
 from plora_jax.data.examples import Examples
 from plora_jax.data.shapes import MAX_SHAPES, Shape, choose_shapes
 from plora_jax.errors import UserError
@@ -23,7 +23,7 @@ from plora_jax.models.config import ModelConfig
 from plora_jax.models.find import load_config, load_tokenizer
 from plora_jax.models.load import Base, load_base
 from plora_jax.peft import export_adapter, import_adapter
-from plora_jax.planning import plan_jobs, trained_rows
+from plora_jax.planning import check_disk, disk_bytes, plan_jobs, trained_rows
 from plora_jax.progress import Progress
 from plora_jax.rundir import JsonLines, RunDirectory, check_unused, open_run, write_atomic, write_json
 from plora_jax.step import pack_spec
@@ -54,6 +54,8 @@ def run_sweep(
     Raises:
       UserError: the model, a job, the data or the directory cannot be used.
     """
+    if missing := unsupported(sweep):
+        raise UserError("; ".join(missing))
     console = console or Console()
     check_unused(out, resume)
     config = base.config if base else load_config(sweep.model)
@@ -63,6 +65,7 @@ def run_sweep(
     scored = {job.job_id: task.eval.requests.tokens for job in jobs}
     plan = plan_jobs(sweep, config, jobs, task.train, scored)
     console.print(render_plan(plan), soft_wrap=True, highlight=False, markup=False)
+    check_disk(out, disk_bytes(config, plan))
     if dry_run:
         return 0
     base = base or load_base(sweep.model, precision=sweep.precision.base)  # type: ignore[arg-type]
@@ -101,7 +104,7 @@ def sweep(
     `data` holds the fields of the data section of SWEEP.yaml; options and errors are those of `run_sweep`.
     """
     out = Path(out)
-    run_sweep(Sweep(model=base.name, data=DataConfig(**data)), jobs, out, base=base, **options)
+    run_sweep(make_sweep(model=base.name, data=data), jobs, out, base=base, **options)
     return json.loads((out / "leaderboard.json").read_text(encoding="utf-8"))
 
 

@@ -1,6 +1,7 @@
 """From a sweep to a plan: the planner's words for its model, jobs and devices. Imports no JAX."""
 
 import math
+import shutil
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -99,6 +100,10 @@ def plan_sweep(
     from plora_jax.models.find import load_config
 
     config = load_config(sweep.model)
+    if any(job.init_adapter for job in jobs):
+        from plora_jax.engine import start_adapters
+
+        jobs, _ = start_adapters(sweep, config, jobs)
     rows, count, data = rows or sweep.data.rows, token_counter(sweep.model), sweep.data
     names = dict.fromkeys(job.train or data.train for job in jobs)
     sizes = {name: data_size(sweep, name, count, rows) for name in names}
@@ -129,6 +134,27 @@ def _plan(
         raise UserError(str(error)) from None
     fields = {job.job_id: job.to_dict() for job in jobs}
     return replace(plan, jobs={name: spec | fields[name] for name, spec in plan.jobs.items()})
+
+
+def disk_bytes(config: ModelConfig, plan: planner.Plan) -> int:
+    """Return what a run needs on disk: every adapter in float32, and two checkpoints of the largest pack.
+
+    A checkpoint holds adapters and both moments of AdamW at the rank of the slots; the base is never in it.
+    """
+    adapters = sum(4 * config.lora_params(job["rank"]) for job in plan.jobs.values())
+    packs = [sum(12 * config.lora_params(bucket) for bucket in pack.slots) for pack in plan.packs]
+    return adapters + 2 * max(packs)
+
+
+def check_disk(out: Path, needed: int) -> None:
+    """Raise UserError when the disk that `out` will be on has less than `needed` bytes free."""
+    place = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise UserError(
+            f"--out {out}: the run needs {needed / 1e9:.1f} GB on disk and {free / 1e9:.1f} GB are free in {place}; "
+            "free some, or give a directory on another disk"
+        )
 
 
 def find_devices(text: str) -> planner.Devices:

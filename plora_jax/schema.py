@@ -5,6 +5,7 @@ import math
 import re
 import types
 from dataclasses import MISSING, Field
+from pathlib import PurePath
 from typing import Any, Literal, Union, get_args, get_origin
 
 from plora_jax.yamlfile import NUMBER, Faults, Place, shown
@@ -119,6 +120,8 @@ def convert(value: Any, kind: Any, meta: Any) -> Any:
             return value
         raise wrong
     if kind is str:
+        if isinstance(value, PurePath):  # in a library call
+            return str(value)
         if isinstance(value, str):
             return value
         raise ValueError(f"{shown(value)} is not text; expected {allowed(kind, meta)}, in quotes if need be")

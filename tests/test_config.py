@@ -8,7 +8,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plora_jax.config import Sweep, load_sweep, parse_sweep, resolved, unsupported
+from plora_jax.config import Sweep, load_sweep, make_sweep, parse_sweep, resolved, unsupported
 from plora_jax.errors import UserError
 from plora_jax.jobs import JOB_FIELDS
 from plora_jax.search import search_jobs
@@ -200,6 +200,13 @@ def test_patterns_are_mappings_of_ranks() -> None:
     for bad in ({"q_proj": 0}, {"q_proj": "4"}, {"": 4}, [4], 4):
         with pytest.raises(ValueError):
             job_field("rank_pattern", bad)
+
+
+def test_a_sweep_given_in_python_is_checked_the_same_way() -> None:
+    sweep = make_sweep(model="m", data={"train": Path("a.jsonl"), "max_length": 32}, train={"rank": 4})
+    assert (sweep.data.train, sweep.data.max_length, sweep.train.fixed) == ("a.jsonl", 32, (("rank", 4),))
+    with pytest.raises(UserError, match=r"data\.metrics: unknown key; did you mean metric"):
+        make_sweep(model="m", data={"train": "a.jsonl", "metrics": "loss"})
 
 
 def test_precision_may_be_one_word() -> None:

@@ -11,7 +11,16 @@ from plora_jax.errors import UserError
 from plora_jax.jobs import Job
 from plora_jax.machine import Gpu, cores, memory_bytes
 from plora_jax.models.find import load_config
-from plora_jax.planning import _spec, find_devices, job_spec, model_shape, plan_sweep, trained_rows
+from plora_jax.planning import (
+    _spec,
+    check_disk,
+    disk_bytes,
+    find_devices,
+    job_spec,
+    model_shape,
+    plan_sweep,
+    trained_rows,
+)
 from plora_jax.search import search_jobs
 from plora_jax.sizes import Size, data_size, token_counter
 from tests.tiny import ROWS, write_rows, write_sweep
@@ -136,6 +145,19 @@ def test_precision_auto_follows_the_device(devices: str, precision: str, tmp_pat
 def test_a_gpu_is_planned_as_its_kind_with_its_own_memory(name: str, mib: int, known: str) -> None:
     spec = _spec(Gpu(name, mib, "580"))
     assert (spec.name, spec.memory_bytes) == (known, mib * 2**20)
+
+
+def test_disk_need_is_every_adapter_and_two_checkpoints(tmp_path: Path) -> None:
+    """By hand: 2 layers × r × Σ(in + out) of q 16+16, k and v 16+8, o 16+16, gate and up 16+32, down 32+16."""
+    sweep = load_sweep(write_sweep(tmp_path))
+    plan = plan_sweep(sweep, search_jobs(sweep), devices="cpu-16GB")
+    per_rank = 2 * (32 + 24 + 24 + 32 + 48 + 48 + 48)
+    slots = max(sum(pack.slots) for pack in plan.packs)
+    needed = disk_bytes(load_config(sweep.model), plan)
+    assert needed == 4 * per_rank * (4 + 4 + 8 + 8) + 2 * 12 * per_rank * slots
+    check_disk(tmp_path / "new" / "run", needed)
+    with pytest.raises(UserError, match=r"the run needs 1000000\.0 GB on disk"):
+        check_disk(tmp_path / "new" / "run", 10**15)
 
 
 def test_this_machine() -> None:
