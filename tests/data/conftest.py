@@ -21,17 +21,26 @@ CORPUS = [
 ]
 
 
-def make_tokenizer(template=CHATML, *, eos="<|im_end|>", bos=None, adds_bos=False, trim_offsets=False):
-    """Build a byte-level BPE tokenizer of about 330 tokens; `adds_bos`: it puts BOS in front by itself."""
+def make_tokenizer(
+    template=CHATML,
+    *,
+    eos="<|im_end|>",
+    bos=None,
+    adds_bos=False,
+    trim_offsets=False,
+    corpus=CORPUS,
+    size=330,
+):
+    """Train a byte-level BPE tokenizer of up to `size` tokens; `adds_bos`: it puts BOS in front by itself."""
     special = [AddedToken(t, special=True) for t in ("<s>", "</s>", "<|im_start|>", "<|im_end|>")]
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     core.train_from_iterator(
-        CORPUS,
+        corpus,
         trainers.BpeTrainer(
-            vocab_size=330, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+            vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
         ),
     )
     if adds_bos:
