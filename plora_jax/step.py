@@ -285,7 +285,7 @@ def make_train_step(
             step=state.step,
             loss=before.loss_sum / jnp.maximum(before.tokens, 1),
             tokens=before.tokens,
-            grad_norm=norm,
+            grad_norm=jnp.where(close, norm, 0),  # computed for all slots as soon as one closes
             learning_rate=jax.vmap(learning_rate)(before.hyper, before.step),
             skipped=state.skipped,
         )
