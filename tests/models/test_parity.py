@@ -34,7 +34,7 @@ def test_logits_and_lora_gradients(case, tmp_path):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     rows = jnp.broadcast_to(jnp.arange(2, dtype=jnp.int32)[:, None], tokens.shape)
     adapters = tiny.adapters(config, int(golden["rank"]), float(golden["alpha"] / golden["rank"]))
-    runtime = Runtime(precision="highest", recompute="dots")
+    runtime = Runtime(precision="highest")
 
     @partial(
         jax.jit, compiler_options={"xla_backend_optimization_level": 0}
