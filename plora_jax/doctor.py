@@ -2,17 +2,15 @@
 
 import importlib.util
 import json
-import os
 import platform
 import shutil
-import socket
 import subprocess
 import sys
-import threading
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
+from plora_jax.hub import hub_host, why_unreachable
 from plora_jax.machine import cores, gpus, memory_bytes
 
 PACKAGES = (
@@ -29,7 +27,6 @@ PACKAGES = (
 JAX_SECONDS = (
     120  # a first initialisation of CUDA can take most of a minute; a broken driver can hang for ever
 )
-HUB_SECONDS = 4.0
 PROBE = """
 import json, jax
 devices = jax.devices()
@@ -136,26 +133,9 @@ def kernels() -> Finding:
 
 def hub() -> Finding:
     """Report whether the Hugging Face hub answers; never waits longer than a few seconds."""
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
-        return Finding("hub", "note", "offline by HF_HUB_OFFLINE; models come from directories and the cache")
-    host = os.environ.get("HF_ENDPOINT", "https://huggingface.co").split("//")[-1].split("/")[0]
-    name, _, port = host.partition(":")
-    answer: list[str] = []
-
-    def connect() -> None:
-        try:
-            socket.create_connection((name, int(port or 443)), timeout=HUB_SECONDS).close()
-            answer.append("")
-        except (OSError, ValueError) as error:
-            answer.append(str(error))
-
-    thread = threading.Thread(target=connect, daemon=True)  # looking up a name knows no time limit
-    thread.start()
-    thread.join(HUB_SECONDS)
-    if answer == [""]:
-        return Finding("hub", "ok", f"{host} answers")
-    reason = answer[0] if answer else f"no answer within {HUB_SECONDS:.0f} s"
-    return Finding("hub", "note", f"{host} cannot be reached ({reason}); use local models and data")
+    if reason := why_unreachable():
+        return Finding("hub", "note", f"{reason}; models and data come from this machine alone")
+    return Finding("hub", "ok", f"{hub_host()[0]} answers")
 
 
 def disk() -> Finding:

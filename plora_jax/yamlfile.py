@@ -9,6 +9,7 @@ import yaml
 
 from plora_jax.errors import UserError
 
+MAX_BYTES = 16_000_000
 Place = tuple[str | int, ...]  # where a value stands: ("search", "rank", 2)
 
 
@@ -130,6 +131,8 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], Faults]:
       UserError: the file is missing, is not UTF-8 or YAML, or does not hold one mapping.
     """
     try:
+        if path.is_file() and path.stat().st_size > MAX_BYTES:
+            raise UserError(f"{path}: is larger than {MAX_BYTES:,} bytes; is it a data file?")
         text = path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None

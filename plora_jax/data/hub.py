@@ -4,6 +4,7 @@ from pathlib import Path
 
 from plora_jax.data.files import one_line
 from plora_jax.errors import UserError
+from plora_jax.hub import why_unreachable
 
 
 def hub_files(name: str) -> list[Path]:
@@ -14,6 +15,8 @@ def hub_files(name: str) -> list[Path]:
     repository, _, split = name.partition(":")
     split = split or "train"
     try:
+        if offline := why_unreachable():
+            raise ConnectionError(offline)
         from huggingface_hub import HfApi, hf_hub_download
 
         branch = "refs/convert/parquet"

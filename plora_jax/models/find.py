@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from plora_jax.errors import UserError
+from plora_jax.hub import why_unreachable
 from plora_jax.models import gguf
 from plora_jax.models.checkpoint import read_json
 from plora_jax.models.config import ModelConfig, config_from_hf
@@ -52,14 +53,13 @@ def hub_snapshot(name: str, patterns: list[str]) -> Path:
     """Return a directory with the matching files of a hub model, from the cache or the hub; or UserError."""
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise UserError(f"model {name!r}: no such directory or .gguf file, and not a hub id (owner/name)")
-    import httpx
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+    offline = why_unreachable()
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
-    except (OSError, ValueError, HfHubHTTPError, HFValidationError, httpx.HTTPError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=bool(offline)))
+    except Exception as error:  # the hub client raises a dozen unrelated types: http, offline, gated, absent
+        reason = offline or (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
             f"model {name!r}: not a local directory, and the hub cannot give it ({reason}); "
             "give a directory with config.json and safetensors, or a .gguf file"

@@ -134,6 +134,8 @@ def test_hub_names_that_cannot_be_reached_say_so(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     import huggingface_hub
 
+    monkeypatch.setattr("plora_jax.data.hub.why_unreachable", lambda: "")
+
     def refuse(*_, **__):
         raise ConnectionError("no route to the hub\nmore")
 
@@ -145,6 +147,7 @@ def test_hub_names_that_cannot_be_reached_say_so(monkeypatch):
 def test_a_hub_split_is_read_from_its_parquet_files(monkeypatch, tmp_path):
     import huggingface_hub
 
+    monkeypatch.setattr("plora_jax.data.hub.why_unreachable", lambda: "")
     listed = [
         "default/train/0000.parquet",
         "default/train/0001.parquet",
