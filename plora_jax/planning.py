@@ -39,7 +39,7 @@ def model_shape(config: ModelConfig, name: str) -> planner.ModelShape:
 def trained_rows(job: Job, n: int) -> int:
     """Count the rows a job trains on until its last step, of n a pass; a pass may end in a partial batch."""
     epochs, rest = divmod(total_steps(job, n), steps_per_epoch(n, job.batch_size))
-    return epochs * n + min(rest * job.batch_size, n)
+    return epochs * n + rest * job.batch_size  # of what is left, only a pass's last batch can be partial
 
 
 def job_spec(job: Job, size: Size, data: str, scored: int = 0) -> planner.JobSpec:

@@ -77,6 +77,14 @@ def test_the_paper_sweep_is_planned_offline_without_jax_in_six_seconds(tmp_path:
     assert 0 < plan["lower_bound_s"] <= plan["makespan_s"]
 
 
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "scripts" / "sweeps").glob("*.yaml")), ids=lambda path: path.name
+)
+def test_every_sample_sweep_is_planned_offline(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", str(path)]) == 0
+    assert f"{len(search_jobs(load_sweep(path)))} jobs of " in capsys.readouterr().out
+
+
 def test_the_plan_is_the_same_every_time(tmp_path: Path) -> None:
     plans = []
     for name in ("a.json", "b.json"):
