@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -119,33 +119,31 @@ def _put(stack: jax.Array, values: np.ndarray, tensor: Tensor) -> jax.Array:
     layer = 0 if tensor.layer is None else tensor.layer
     # an array without a placement stays uncommitted: committed weights would commit the first training step's
     # result, and the second step would compile again
-    write = _writer(tensor.layer is not None, tensor.transpose, stack.sharding if stack.committed else None)
-    return write(stack, values, layer)
+    sharding = stack.sharding if stack.committed else None
+    return _writer(tensor.layer is not None, tensor.transpose, sharding)(stack, values, layer)
 
 
+@cache
 def _writer(stacked: bool, transpose: bool, sharding: Sharding | None) -> Callable[..., jax.Array]:
-    key = (stacked, transpose, sharding)
-    if key not in _WRITERS:
+    def write(stack: jax.Array, values: jax.Array, layer: jax.Array) -> jax.Array:
+        values = (values.T if transpose else values).astype(stack.dtype)
+        return jax.lax.dynamic_update_index_in_dim(stack, values, layer, 0) if stacked else values
 
-        def write(stack: jax.Array, values: jax.Array, layer: jax.Array) -> jax.Array:
-            values = (values.T if transpose else values).astype(stack.dtype)
-            return jax.lax.dynamic_update_index_in_dim(stack, values, layer, 0) if stacked else values
-
-        _WRITERS[key] = jax.jit(write, donate_argnums=0, out_shardings=sharding)
-    return _WRITERS[key]
-
-
-_WRITERS: dict[tuple[bool, bool, Sharding | None], Callable[..., jax.Array]] = {}
+    return jax.jit(write, donate_argnums=0, out_shardings=sharding)
 
 
 def _random(
     leaf: Any, path: tuple[Any, ...], config: ModelConfig, seed: int, sharding: Sharding | None
 ) -> jax.Array:
-    key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(".".join(map(str, path)).encode()) & 0x7FFFFFFF)
+    """Draw one parameter on the device; a norm near what leaves its input as it is, as trained ones are."""
+    key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), zlib.crc32(".".join(map(str, path)).encode()))
+    mean = 1.0 - config.norm_offset if path[-1] == "weight" else 0.0
+    return _normal(sharding)(key, leaf.shape, leaf.dtype, mean)
 
-    def draw() -> jax.Array:
-        if path[-1] == "weight":  # a norm: near 1, as trained ones are
-            return (1 - config.norm_offset + 0.02 * jax.random.normal(key, leaf.shape)).astype(leaf.dtype)
-        return (0.02 * jax.random.normal(key, leaf.shape)).astype(leaf.dtype)
 
-    return jax.jit(draw, out_shardings=sharding)()
+@cache
+def _normal(sharding: Sharding | None) -> Callable[..., jax.Array]:
+    def draw(key: jax.Array, shape: tuple[int, ...], dtype: Any, mean: float) -> jax.Array:
+        return (mean + 0.02 * jax.random.normal(key, shape, dtype)).astype(dtype)
+
+    return jax.jit(draw, static_argnums=(1, 2), out_shardings=sharding)
