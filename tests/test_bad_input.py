@@ -311,6 +311,17 @@ def test_targets_the_model_does_not_have(tmp_path: Path) -> None:
     assert "qkv_proj" in said and "q_proj" in said
 
 
+def test_an_adapter_to_start_from_that_is_not_one(tmp_path: Path) -> None:
+    said = plan_and_sweep(tmp_path, write_sweep(tmp_path, search=None, train={"init_adapter": "gone"}))
+    assert "gone: not a PEFT adapter: adapter_config.json is missing" in said
+
+
+def test_training_rows_of_one_job_that_are_missing(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path, search={"train": ["train.jsonl", "gone.jsonl"]})
+    assert "gone.jsonl: no such file" in refused(tmp_path, "plan", sweep)
+    assert "gone.jsonl: no such file" in refused(tmp_path, "sweep", sweep, "--out", tmp_path / "out")
+
+
 def test_a_directory_already_used(tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path)
     (tmp_path / "out").mkdir()

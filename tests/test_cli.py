@@ -176,6 +176,12 @@ def test_a_sweep_from_file_to_merged_model(tmp_path: Path, capsys: pytest.Captur
     assert "another configuration" in said and "batch_size: 1" in said
 
     adapter = out / board["jobs"][0]["adapter"]
+    on = write_sweep(tmp_path, search={"learning_rate": [1e-4, 1e-3]}, train={"init_adapter": str(adapter)})
+    assert cli.main(["sweep", str(on), "--out", str(tmp_path / "on"), "--dry-run"]) == 0
+    assert cli.main(["plan", str(on), "--json", str(tmp_path / "plan.json")]) == 0
+    planned = json.loads((tmp_path / "plan.json").read_text())["jobs"].values()
+    assert [(job["rank"], job["alpha"]) for job in planned] == [(board["jobs"][0]["rank"], 16.0)] * 2
+
     scores = tmp_path / "scores.json"
     rows = ["--data", str(tmp_path / "eval.jsonl"), "--max-length", "16", "--json", str(scores)]
     assert cli.main(["eval", "--model", str(tmp_path / "model"), "--adapter", str(adapter), *rows]) == 0

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 import yaml
@@ -249,6 +250,57 @@ def test_the_resolved_file_reads_back_as_the_same_sweep(text: str) -> None:
     assert same_but_for_spelled_defaults(again, sweep)
     assert resolved(again) == resolved(sweep)
     assert yaml.safe_load(resolved(sweep))["data"]["train"] == "a.jsonl"  # and any YAML reader takes it
+
+
+def some(name: str) -> st.SearchStrategy[Any]:
+    """Draw a valid value of a job field, as YAML has it, from the field's own limits."""
+    field = JOB_FIELDS[name]
+    low, high = field.metadata["low"], field.metadata["high"]
+    whole = st.integers(low or 0, high or 10**6)
+    if name.endswith("pattern"):
+        return st.dictionaries(
+            st.sampled_from(["q_proj", "layers.3.mlp", "^x$"]), st.integers(1, 9), min_size=1
+        )
+    if name == "targets":
+        return st.lists(st.sampled_from(["q_proj", "v_proj", "o_proj"]), min_size=1, unique=True)
+    if field.type is float:
+        return st.floats(low, high or 1e6, exclude_min=field.metadata["open_low"])
+    if get_origin(field.type) is Literal:
+        return st.sampled_from(get_args(field.type))
+    return {bool: st.booleans(), str: st.text(min_size=1, max_size=6)}.get(field.type, whole)
+
+
+FREE = [
+    "learning_rate",
+    "rank",
+    "use_rslora",
+    "dropout",
+    "targets",
+    "rank_pattern",
+    "alpha_pattern",
+    "batch_size",
+]
+FREE += [
+    "epochs",
+    "optimizer",
+    "weight_decay",
+    "max_grad_norm",
+    "scheduler",
+    "warmup_ratio",
+    "data_seed",
+    "train",
+]
+
+
+@given(st.data())
+def test_any_sweep_reads_back_as_itself(data: st.DataObject) -> None:
+    names = data.draw(st.lists(st.sampled_from(FREE), unique=True))
+    split = data.draw(st.integers(0, len(names)))
+    fixed = {name: data.draw(some(name)) for name in names[:split] if name != "train"}
+    axes = {name: data.draw(st.lists(some(name), min_size=1, max_size=2)) for name in names[split:]}
+    sweep = make_sweep(model="m", data={"train": "a", "choices": []}, train=fixed, search=axes)
+    again = parse_sweep(resolved(sweep))
+    assert same_but_for_spelled_defaults(again, sweep) and resolved(again) == resolved(sweep)
 
 
 def test_the_resolved_file_spells_out_the_defaults() -> None:
