@@ -212,7 +212,7 @@ def test_placement_shards_parameters_as_they_are_filled(tmp_path):
 
 def test_host_memory_stays_under_the_largest_shard(tmp_path):
     """The process may hold the parameters (the CPU is the device), and beyond them no second copy."""
-    config = {**tiny.LLAMA, "hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 24}
+    config = {**tiny.LLAMA, "hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 8}
     bf16 = tiny.write(tmp_path, config, ml_dtypes.bfloat16)
     shard(tmp_path, 4)
     code = f"""
@@ -230,5 +230,5 @@ def test_host_memory_stays_under_the_largest_shard(tmp_path):
     )
     grown = 1024 * int(done.stdout.split()[-1])
     size = 2 * bf16.n_params
-    assert size > 300e6
-    assert grown < size + 100e6, (grown / 1e6, size / 1e6)
+    assert size > 100e6
+    assert grown < size + 60e6, (grown / 1e6, size / 1e6)
