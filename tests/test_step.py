@@ -1,0 +1,193 @@
+"""The packed step: how a batch is cut and which slot a job sits in change nothing but rounding."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from plora_jax import step as packed
+from plora_jax.adapters import init_adapter, scales
+from plora_jax.batch import Batch
+from plora_jax.data.examples import DataReport, Examples
+from plora_jax.data.layout import Slot
+from plora_jax.data.loader import PackLoader
+from plora_jax.data.shapes import choose_shapes
+from plora_jax.dropout import Dropout, dropout_mask
+from plora_jax.jobs import Job
+from plora_jax.models.decoder import LoRA
+from plora_jax.models.load import load_base
+from plora_jax.train import Work, train_pack
+from tests.models.tiny import LLAMA
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """Give a two-layer Llama with random weights, large enough that its logits differ."""
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    base = load_base(str(folder), random_weights=True, precision="fp32", seed=1)
+    params = jax.tree.map(lambda leaf: leaf * 5 if leaf.ndim > 2 else leaf, base.params)
+    return type(base)(base.name, base.config, base.graphdef, params, None)
+
+
+def examples(n=11, seed=0):
+    """Make n rows of 5 to 12 tokens; the number of trained tokens varies from 1 to all but one."""
+    random = np.random.default_rng(seed)
+    tokens = [random.integers(0, 56, random.integers(5, 13)).astype(np.int32) for _ in range(n)]
+    trained = [np.arange(len(t)) >= random.integers(1, len(t)) for t in tokens]
+    return Examples(tokens, trained, DataReport("rows", {"text": n}, n, 0, 0, 0, 0, 16, 12, 0, 0))
+
+
+ROWS = examples()
+
+
+def train(base, jobs, m, slots=None, queues=None, rows=ROWS):
+    """Train jobs (one a slot, or as `queues` says) and return {job: (adapter leaves, losses)}."""
+    spec = packed.pack_spec(base.config, jobs, slots=slots)
+    lines: dict = {job.job_id: [] for job in jobs}
+    queues = queues or [[Work(job, rows)] for job in jobs]
+    shapes = choose_shapes([(rows, 0)], m, limit=1)
+    trained = train_pack(
+        base, spec, queues, m, shapes, on_step=lambda job, line: lines[job.job_id].append(line["loss"])
+    )
+    return {t.job.job_id: (jax.tree.leaves(t.adapter), lines[t.job.job_id]) for t in trained}
+
+
+def distance(one, two):
+    """Return how far two adapters are apart, relative to the second's norm."""
+    apart = sum(float(np.square(np.float64(a) - b).sum()) for a, b in zip(one, two, strict=True))
+    return np.sqrt(apart / sum(float(np.square(np.float64(b)).sum()) for b in two))
+
+
+def reference_first_step(base, job, rows, which):
+    """Compute loss and gradient norm of one optimizer batch from whole logits, one example at a time, in float64."""
+    adapter, scale = init_adapter(base.config, job), scales(base.config, job)
+
+    def total(weights):
+        loss = 0.0
+        for i in which:
+            tokens, trained = jnp.asarray(rows.tokens[i]), rows.trained[i]
+            at = jnp.arange(len(tokens))[None]
+            sites = {name: LoRA(w.a, w.b, scale[name]) for name, w in weights.items()}
+            hidden = base.model().hidden(tokens[None], at, jnp.zeros_like(at), sites)
+            log_p = jax.nn.log_softmax(base.model().logits(hidden)[0])
+            for s in np.flatnonzero(trained):
+                loss = loss - log_p[s - 1, tokens[s]]
+        return loss / sum(int(rows.trained[i].sum()) for i in which)
+
+    loss, grads = jax.value_and_grad(total)(adapter)
+    return float(loss), float(np.sqrt(sum(np.square(np.float64(g)).sum() for g in jax.tree.leaves(grads))))
+
+
+@pytest.mark.parametrize("m", [1, 2, 4])
+def test_the_batch_is_normalised_as_a_whole_however_it_is_cut(base, m):
+    from plora_jax.data.order import order
+
+    job = Job(rank=4, batch_size=4, learning_rate=0.01, scheduler="constant", max_grad_norm=0)
+    spec = packed.pack_spec(base.config, [job])
+    state = packed.init_pack(base, [job], total_steps=[3], spec=spec)
+    step = packed.make_train_step(base, spec)
+    loader = PackLoader([Slot.of(job, ROWS)], m, choose_shapes([(ROWS, 0)], m, limit=1))
+    got = []
+    for batch in loader:
+        state, metrics = step(state, base.params, batch)
+        if metrics.closed[0]:
+            got.append((float(metrics.loss[0]), float(metrics.grad_norm[0]), int(metrics.tokens[0])))
+    loader.close()
+    first = order(0, 0, 11)[:4]
+    loss, norm = reference_first_step(base, job, ROWS, first)
+    assert got[0][0] == pytest.approx(loss, rel=1e-5) and got[0][1] == pytest.approx(norm, rel=1e-4)
+    last = order(0, 0, 11)[8:]  # three rows of four: divided by their own tokens
+    assert [tokens for *_, tokens in got] == [
+        sum(int(ROWS.trained[i].sum()) for i in part) for part in (first, order(0, 0, 11)[4:8], last)
+    ]
+
+
+def test_a_job_in_a_pack_equals_the_job_alone(base):
+    jobs = [
+        Job(rank=4, batch_size=4, learning_rate=1e-3, epochs=7),
+        Job(rank=8, batch_size=8, learning_rate=3e-3, epochs=10, weight_decay=0.1),
+        Job(rank=2, batch_size=4, learning_rate=1e-3, epochs=7, dropout=0.2, scheduler="linear", seed=3),
+    ]
+    pack = train(base, jobs, m=4)
+    for job in jobs:
+        alone = train(base, [job], m=4)[job.job_id]
+        assert len(alone[1]) >= 20
+        assert distance(pack[job.job_id][0], alone[0]) < 1e-5
+        np.testing.assert_allclose(pack[job.job_id][1], alone[1], rtol=1e-5)
+
+
+def test_a_refilled_slot_equals_a_fresh_run_and_compiles_nothing(base):
+    one, two, three = (Job(rank=8, batch_size=b, learning_rate=r) for b, r in ((4, 1e-2), (8, 3e-3), (4, 1e-3)))
+    spec = packed.pack_spec(base.config, [one, two, three], slots=2)
+    shapes = choose_shapes([(ROWS, 0)], 4, limit=1)
+    list(train_pack(base, spec, [[Work(one, ROWS)], [Work(two, ROWS)]], 4, shapes))  # warm
+    counted = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: counted.append(name) if "backend_compile" in name else None
+    )
+    step = packed.make_train_step(base, spec)
+    del step
+    queued = train(base, [one, two, three], 4, slots=2, queues=[[Work(one, ROWS), Work(three, ROWS)], [Work(two, ROWS)]])
+    at_end = len(counted)
+    fresh = train(base, [one, two, three], 4, slots=2, queues=[[Work(three, ROWS)], [Work(two, ROWS)]])
+    assert len(counted) - at_end <= at_end  # the second run, without a refill, compiles no less than the first
+    for a, b in zip(queued[three.job_id][0], fresh[three.job_id][0], strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert queued[three.job_id][1] == fresh[three.job_id][1]
+
+
+def test_losses_do_not_depend_on_the_chunk(base):
+    model = nnx.merge(base.graphdef, base.params)
+    random = np.random.default_rng(0)
+    hidden = jnp.asarray(random.normal(size=(3, 7, 32)), jnp.float32)
+    at = jnp.asarray(random.integers(0, 7, (3, 5)), jnp.int32)
+    targets = jnp.asarray(random.integers(-1, 56, (3, 5)), jnp.int32)
+
+    def losses(h, chunk):
+        return packed.token_losses(model, h, at, targets, chunk)
+
+    logits = np.float64(model.logits(jnp.take_along_axis(hidden, at[..., None], 1)))
+    want = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, np.maximum(targets, 0)[..., None], -1)[..., 0]
+    for chunk in (4, 15, 100):
+        np.testing.assert_allclose(losses(hidden, chunk), np.where(targets >= 0, want, 0), atol=1e-5)
+    gradients = [jax.grad(lambda h, c=chunk: losses(h, c).sum())(hidden) for chunk in (4, 100)]
+    np.testing.assert_allclose(*gradients, atol=1e-6)
+
+
+def test_an_inactive_slot_changes_nothing(base):
+    job = Job(rank=4, batch_size=1, learning_rate=0.1)
+    state = packed.init_pack(base, [job, job], total_steps=[5, 5])
+    before = jax.device_get(state)
+    loader = PackLoader([Slot.of(job, ROWS)] * 2, 1, choose_shapes([(ROWS, 0)], 1, limit=1))
+    batch = next(loader)
+    loader.close()
+    batch = batch._replace(active=np.array([True, False]))
+    after, metrics = packed.make_train_step(base, packed.pack_spec(base.config, [job, job]))(
+        state, base.params, Batch(*batch)
+    )
+    assert metrics.closed.tolist() == [True, False] and after.step.tolist() == [1, 0]
+    for name, factors in after.weights.items():
+        np.testing.assert_array_equal(factors.b[:, 1], before.weights[name].b[:, 1])
+        assert np.abs(factors.b[:, 0]).max() == 0  # cosine without warmup would move it; the first rate is the peak
+        break
+
+
+def test_dropout_depends_on_the_token_alone():
+    dropout = Dropout(jnp.int32(7), jnp.float32(0.25), jnp.int32(2))
+    rows, positions = jnp.array([[3, 3, 5]]), jnp.array([[0, 1, 0]])
+    mask = dropout_mask(dropout, 1, 2, rows, positions, 4096)
+    moved = dropout_mask(dropout, 1, 2, jnp.array([[9], [5], [3]]), jnp.array([[0], [0], [1]]), 4096)
+    np.testing.assert_array_equal(mask[0, 2], moved[1, 0])
+    np.testing.assert_array_equal(mask[0, 1], moved[2, 0])
+    assert set(np.unique(mask)) == {0.0, np.float32(1 / 0.75)}
+    assert abs(float((mask == 0).mean()) - 0.25) < 0.02
+    for other in ((0, 2), (1, 3)):
+        assert (dropout_mask(dropout, *other, rows, positions, 4096) != mask).any()
+    changed = dropout._replace(epoch=jnp.int32(3)), dropout._replace(seed=jnp.int32(8))
+    assert all((dropout_mask(d, 1, 2, rows, positions, 4096) != mask).any() for d in changed)
+    none = dropout_mask(dropout._replace(rate=jnp.float32(0)), 1, 2, rows, positions, 4096)
+    np.testing.assert_array_equal(none, np.ones_like(none))
