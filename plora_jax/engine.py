@@ -24,7 +24,7 @@ from plora_jax.models.find import load_config, load_tokenizer
 from plora_jax.models.load import Base, load_base
 from plora_jax.peft import export_adapter, import_adapter
 from plora_jax.planning import check_disk, disk_bytes, plan_jobs, trained_rows
-from plora_jax.progress import Progress
+from plora_jax.progress import Progress, make_console
 from plora_jax.rundir import JsonLines, RunDirectory, check_unused, open_run, write_atomic, write_json
 from plora_jax.step import pack_spec
 from plora_jax.task import Task, read_task
@@ -56,7 +56,7 @@ def run_sweep(
     """
     if missing := unsupported(sweep):
         raise UserError("; ".join(missing))
-    console = console or Console()
+    console = console or make_console()
     check_unused(out, resume)
     config = base.config if base else load_config(sweep.model)
     tokenizer = (base and base.tokenizer) or load_tokenizer(sweep.model)

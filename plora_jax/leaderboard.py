@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from plora_jax.evaluate import HIGHER_IS_BETTER, Score
@@ -77,6 +79,7 @@ def rank(results: list[Result], metric: str) -> list[dict[str, Any]]:
     return sorted(rows, key=key)
 
 
+_SHORT = {"learning_rate": "lr", "batch_size": "batch", "weight_decay": "decay"}
 _CONFIGURATION = set(Job.__dataclass_fields__) - {"seed"}
 
 
@@ -115,15 +118,17 @@ def print_leaderboard(
 ) -> None:
     """Print the leaderboard: the base model, then the jobs best first with the fields in which they differ."""
     differing = [name for name in Job.__dataclass_fields__ if len({repr(row[name]) for row in rows}) > 1]
-    table = Table(title=f"leaderboard: {metric} on {base.rows} held-out rows", title_justify="left")
-    for name in ("", "job", "score", "loss", *differing, "steps", "status"):
-        table.add_column(name, justify="left" if name in ("job", "status") else "right")
-    table.add_row("", "base model", f"{base.score:.3f}", f"{base.loss:.3f}", *[""] * len(differing), "", "")
+    told = any(row["status"] != "completed" for row in rows)
+    table = Table(title=f"leaderboard: {metric} on {base.rows} held-out rows", title_justify="left", box=box.SIMPLE)
+    for name in ("", "job", "score", "loss", *differing, "steps", *(["status"] if told else [])):
+        text = name in ("job", "status")
+        table.add_column(_SHORT.get(name, name), justify="left" if text else "right", no_wrap=name == "job")
+    table.add_row("", "base model", f"{base.score:.3f}", f"{base.loss:.3f}")
     for place, row in enumerate(rows, 1):
         numbers = ["–" if _missing(row[name]) else f"{row[name]:.3f}" for name in ("score", "loss")]
         fields = [f"{row[n]:g}" if isinstance(row[n], float) else str(row[n]) for n in differing]
-        status = row["status"] + (f": {row['reason']}" if row["reason"] else "")
-        table.add_row(str(place), row["job_id"], *numbers, *fields, str(row["steps"]), status)
+        status = [escape(row["status"] + (f": {row['reason']}" if row["reason"] else ""))] if told else []
+        table.add_row(str(place), row["job_id"], *numbers, *map(escape, fields), str(row["steps"]), *status)
     console.print(table)
     best = rows[0]
     if best["status"] == "failed":

@@ -17,6 +17,12 @@ def clock(seconds: float) -> str:
     return f"{int(seconds // 60)}m{int(seconds % 60):02d}s"
 
 
+def make_console() -> Console:
+    """Return a console on standard output; where that is no terminal, lines are as wide as a log can bear."""
+    console = Console()
+    return console if console.is_terminal else Console(width=160)
+
+
 class Progress:
     """Show how far a sweep has come, as a context manager.
 

@@ -139,7 +139,7 @@ def sweep_yaml(model: Path, data: dict[str, Path]) -> str:
                 "batch_size": [4, 8],
                 "alpha_ratio": [2],
             },
-            "train": {"epochs": 1, "scheduler": "cosine", "warmup_ratio": 0.1},
+            "train": {"epochs": 2, "scheduler": "cosine", "warmup_ratio": 0.1},
             "precision": {"base": "fp32"},
         },
         sort_keys=False,
