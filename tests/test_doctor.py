@@ -1,0 +1,82 @@
+"""`plora doctor` tells what is there, what is missing and what to do, and never hangs."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from plora_jax import cli, doctor
+from plora_jax.machine import Gpu
+from tests.tiny import write_model
+
+H100 = Gpu("NVIDIA H100 80GB HBM3", 81559, "580.10")
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def jax_says(
+    monkeypatch: pytest.MonkeyPatch, stdout: str = "", stderr: str = "", code: int = 0
+) -> list[doctor.Finding]:
+    """Return the findings when the process that asks JAX ends like this."""
+    done = SimpleNamespace(returncode=code, stdout=stdout, stderr=stderr)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
+    return doctor.accelerator()
+
+
+def test_this_machine_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert f"ok    python      {sys.version.split()[0]}" in said
+    assert "HF_HUB_OFFLINE is set" in said and "computes on" in said and "\nready: " in said
+
+
+def test_a_gpu_that_jax_does_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "gpus", lambda: [H100, H100])
+    assert doctor.driver() == ("gpu driver", "ok", "2 × NVIDIA H100 80GB HBM3, 80 GiB; driver 580.10")
+    told = jax_says(monkeypatch, '{"backend": "cpu", "devices": ["cpu"]}\n')
+    assert [(finding.name, finding.state) for finding in told] == [("jax", "ok"), ("jax on gpu", "note")]
+    assert "plora-jax[cuda]" in told[1].text
+    told = jax_says(monkeypatch, '{"backend": "gpu", "devices": ["NVIDIA H100", "NVIDIA H100"]}\n')
+    assert told == [("jax", "ok", "computes on gpu: 2 × NVIDIA H100")]
+
+
+def test_a_jax_that_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = jax_says(monkeypatch, stderr="Traceback\nRuntimeError: driver too old\n", code=1)
+    assert told == [("jax", "bad", "does not start: RuntimeError: driver too old")]
+    assert doctor.doctor() == 1
+    assert "not ready: jax" in capsys.readouterr().out
+
+
+def test_a_driver_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(*_: Any, **options: Any) -> None:
+        raise subprocess.TimeoutExpired("python", options["timeout"])
+
+    monkeypatch.setattr(subprocess, "run", hang)
+    [finding] = doctor.accelerator()
+    assert finding.state == "bad" and "JAX_PLATFORMS=cpu" in finding.text
+
+
+def test_little_memory_and_missing_packages_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "memory_bytes", lambda: 2 * 2**30)
+    assert doctor.machine().state == "note" and "2.0 GiB" in doctor.machine().text
+    monkeypatch.setattr(doctor, "PACKAGES", ("jax", "no-such-package"))
+    missing = next(finding for finding in doctor.packages() if finding.name == "missing")
+    assert missing.state == "bad" and "no-such-package" in missing.text
+
+
+def test_a_model_is_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By hand: Σ(in + out) = 256 a rank and layer; 64 × 16 embedded, 2 × (2304 + 2 × 16) in layers, 16 at the end."""
+    write_model(tmp_path / "model")
+    said = "\n".join(doctor.describe(str(tmp_path / "model")))
+    assert "llama, 0.005712 M parameters, tied head" in said and "512 parameters a rank" in said
+    assert "2 heads (1 kv) of 8" in said and "gate_proj, up_proj, down_proj" in said
+    assert cli.main(["doctor", "--model", str(tmp_path / "gone")]) == 2
+    assert "gone" in capsys.readouterr().err
