@@ -114,8 +114,6 @@ SECTIONS = {
     "export": Export,
 }
 TOP = ["model", "data", "search", "train", "eval", "early_stop", "precision", "export", "devices", "base_dir"]
-
-
 SECTION_OF = {f.name: name for name, kind in reversed(SECTIONS.items()) for f in fields(kind)} | BELONGS
 
 
@@ -175,15 +173,13 @@ def _sweep(raw: dict[str, Any], faults: Faults, base_dir: Path) -> Sweep:
             faults.add(("base_dir",), f"{shown(raw['base_dir'])} is not a directory's name")
     _check_data(parts.get("data", {}), base_dir, faults)
     _check_path(("model",), top["model"], base_dir, faults)
-    if len(parts["eval"]) == 2:
+    if None not in (parts["eval"].get("every_epochs"), parts["eval"].get("every_steps")):
         faults.add(("eval",), "every_epochs and every_steps are both given; keep one of them")
     train = read_train(raw.get("train"), faults, SECTION_OF)
     search = read_search(raw, train, faults, SECTION_OF)
     faults.check()
-    beside = (
-        base_dir / Path(top["model"]).expanduser()
-    )  # like data files, found from where the sweep's file is
-    top["model"] = str(beside.absolute()) if beside.exists() else top["model"]
+    local = base_dir / Path(top["model"]).expanduser()  # found from the sweep's own directory, as data is
+    top["model"] = str(local.absolute()) if local.exists() else top["model"]
     return Sweep(
         data=DataConfig(**parts["data"]),
         search=search,

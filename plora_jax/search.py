@@ -10,7 +10,7 @@ from plora_jax.config import Sweep
 from plora_jax.errors import UserError
 from plora_jax.jobs import JOB_FIELDS, Job
 from plora_jax.schema import unknown
-from plora_jax.space import RATIO, Axis, job_field
+from plora_jax.space import EXCLUDES, RATIO, Axis, job_field
 from plora_jax.yamlfile import Faults
 
 MAX_JOBS = 100_000
@@ -82,9 +82,9 @@ def make_job(values: dict[str, Any]) -> Job:
 
 
 def _over(fixed: dict[str, Any], point: dict[str, Any]) -> dict[str, Any]:
-    """Lay a point over what all jobs share: alpha and alpha_ratio replace one another."""
-    drop = {RATIO: "alpha", "alpha": RATIO}
-    return {k: v for k, v in fixed.items() if drop.get(k) not in point} | point
+    """Lay a point over what all jobs share; what it contradicts gives way, as epochs to max_steps."""
+    gone = {other for pair in EXCLUDES for one, other in (pair, pair[::-1]) if one in point}
+    return {name: value for name, value in fixed.items() if name not in gone} | point
 
 
 def _grid(axes: Sequence[tuple[str, Axis]]) -> Iterator[dict[str, Any]]:

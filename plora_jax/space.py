@@ -21,6 +21,7 @@ FRESH = ("rank", "alpha", RATIO, "use_rslora", "targets", "rank_pattern", "alpha
 EXCLUDES = [("alpha", RATIO), ("max_steps", "epochs"), ("warmup_steps", "warmup_ratio"), ("seed", "seeds")]
 EXCLUDES += [("init_adapter", name) for name in FRESH]
 ONLY_WITH = {"momentum": "sgd", "beta1": "adamw", "beta2": "adamw", "eps": "adamw"}
+NULLABLE = {name for name, spec in JOB_FIELDS.items() if spec.default is None}  # null means not given
 PATTERNS = ("rank_pattern", "alpha_pattern")
 SEARCHABLE = [name for name in JOB_FIELDS if name != "seed"] + [RATIO]  # search.seed is the sampler's
 BELONGS = {name: "search or train" for name in [*JOB_FIELDS, RATIO] if name not in ("train", "seed")}
@@ -106,7 +107,7 @@ def _job_fields(
     """Check single values of job fields; keys in `extra` are the caller's."""
     out = {}
     for key, value in raw.items():
-        if key in extra:
+        if key in extra or (value is None and key in NULLABLE):
             continue
         if key not in JOB_FIELDS and key != RATIO:
             faults.add((*where, key), unknown(key, [*JOB_FIELDS, RATIO, *extra], belongs))
@@ -136,7 +137,7 @@ def read_train(raw: Any, faults: Faults, belongs: dict[str, str]) -> TrainConfig
     rest = section({k: v for k, v in raw.items() if k in own}, ("train",), own, faults, {})
     if "seeds" in rest and (not rest["seeds"] or len(set(rest["seeds"])) < len(rest["seeds"])):
         faults.add(("train", "seeds"), f"{shown(list(rest['seeds']))} must be different seeds, at least one")
-    _check_pairs(("train",), set(raw), faults)
+    _check_pairs(("train",), {*fixed, *rest}, faults)
     return TrainConfig(tuple(fixed.items()), **rest)
 
 
@@ -217,7 +218,7 @@ def read_search(
         if axes or "sample" in found:
             others = [name for name in found if name not in ("jobs", "seed")]
             faults.add(where, f"a literal list excludes {', '.join(others)}")
-        jobs = _literal(found["jobs"], where, faults, belongs)
+        jobs = _literal(found["jobs"], where, bool(train.seeds), faults, belongs)
     elif "sample" not in found:
         for name, axis in axes:
             if isinstance(axis, Range):
@@ -227,7 +228,7 @@ def read_search(
 
 
 def _literal(
-    raw: Any, where: Place, faults: Faults, belongs: dict[str, str]
+    raw: Any, where: Place, seeds: bool, faults: Faults, belongs: dict[str, str]
 ) -> tuple[tuple[tuple[str, Any], ...], ...]:
     if not isinstance(raw, list) or not raw:
         faults.add(
@@ -243,8 +244,11 @@ def _literal(
                 f"{shown(item)} is not a job; expected such as {{rank: 8, learning_rate: 0.0002}}",
             )
             continue
-        out.append(tuple(_job_fields(item, (*where, i), faults, belongs).items()))
-        _check_pairs((*where, i), set(item), faults)
+        own = _job_fields(item, (*where, i), faults, belongs)
+        _check_pairs((*where, i), set(own), faults)
+        if "seed" in own and seeds:
+            faults.add((*where, i, "seed"), "contradicts train.seeds; keep one of them")
+        out.append(tuple(own.items()))
     return tuple(out)
 
 

@@ -124,6 +124,7 @@ def test_an_unknown_key_says_what_was_meant(text: str, says: str) -> None:
             "train: {warmup_ratio: 0.1}\nsearch: {warmup_steps: [0, 5]}",
             "search.warmup_steps (line 4): contradicts train.",
         ),
+        ("jobs: [{seed: 1}]\ntrain: {seeds: [1, 2]}", "jobs[0].seed (line 3): contradicts train.seeds"),
         ("search: {alpha: [8], alpha_ratio: [2]}", "search.alpha (line 3): contradicts alpha_ratio"),
         ("train: {rank: 8}\nsearch: {rank: [8]}", "search.rank (line 4): is fixed under train as well"),
         (
@@ -151,6 +152,13 @@ def test_an_unknown_key_says_what_was_meant(text: str, says: str) -> None:
 )
 def test_what_contradicts_itself_is_refused(text: str, says: str) -> None:
     assert faults(BASE + text)[0].startswith(says)
+
+
+def test_null_is_not_given() -> None:
+    text = "train: {max_steps: null, epochs: 2, warmup_steps: ~}\neval: {every_steps: null, every_epochs: 1}"
+    sweep = parse_sweep(BASE + text)
+    assert dict(sweep.train.fixed) == {"epochs": 2.0} and sweep.eval.every_epochs == 1
+    assert "epochs: 1.0" in resolved(parse_sweep(BASE + "train: {max_steps: null}"))
 
 
 def test_an_optimizer_setting_is_fine_when_some_job_reads_it() -> None:

@@ -57,6 +57,12 @@ def test_a_literal_list_keeps_its_order_and_overrides_train() -> None:
     jobs = jobs_of("search: {jobs: [{rank: 32, alpha: 8}, {epochs: 3}]}\ntrain: {rank: 4, alpha_ratio: 2}")
     assert jobs == [Job(rank=32, alpha=8.0), Job(rank=4, alpha=8.0, epochs=3.0)]
     assert jobs_of("jobs: [{rank: 4}]") == [Job(rank=4)]
+    train = "train: {warmup_steps: 5, max_steps: 9}"
+    assert jobs_of(f"{train}\njobs: [{{warmup_ratio: 0.1}}, {{epochs: 2}}, {{rank: 4}}]") == [
+        Job(warmup_ratio=0.1, max_steps=9),
+        Job(warmup_steps=5, epochs=2.0),
+        Job(warmup_steps=5, max_steps=9, rank=4),
+    ]
 
 
 PAPER = """search:
