@@ -12,22 +12,26 @@ from plora_jax.models.config import ModelConfig
 FULL = jnp.iinfo(jnp.int32).max  # the window of a layer without one
 
 
-def visible(rows: Int32[Array, "B S"], segments: bool) -> Bool[Array, "#B S S"]:
+def visible(rows: Int32[Array, "B S"], segments: bool, implementation: str) -> Bool[Array, "#B S S"] | None:
     """Tell which keys (last axis) each query may see: not later, and of the same example.
 
-    Padding (row -1) sees padding alone, so no query is without a key and no softmax is NaN. Without
-    `segments` each sequence holds one example, its padding at the end, and causality alone keeps padding out.
+    Padding (row -1) sees padding alone, so no query is without a key and no softmax is NaN. Without `segments`
+    each sequence holds one example, its padding at the end, and causality alone keeps padding out. cuDNN knows
+    causality by itself, so that it then needs no mask at all.
     """
+    same = rows[:, :, None] == rows[:, None, :] if segments else None  # [B, S, S]
+    if implementation == "cudnn":
+        return same
     index = jnp.arange(rows.shape[-1])
     causal = (index[:, None] >= index[None, :])[None]  # [1, S, S]
-    return causal & (rows[:, :, None] == rows[:, None, :]) if segments else causal
+    return causal if same is None else causal & same
 
 
 def attend(
     q: Float[Array, "B S N H"],
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K H"],
-    seen: Bool[Array, "#B S S"],
+    seen: Bool[Array, "#B S S"] | None,
     window: Int32[Array, ""] | None,
     config: ModelConfig,
     implementation: str,
@@ -38,6 +42,7 @@ def attend(
     """
     if implementation == "cudnn":
         return _attend_cudnn(q, k, v, seen, window, config)
+    assert seen is not None  # `visible` gives a mask for all but cuDNN
     return _attend_xla(q, k, v, seen, window, config)
 
 
@@ -62,12 +67,11 @@ def _attend_xla(
 
 
 def _attend_cudnn(
-    q: Array, k: Array, v: Array, seen: Array, window: Array | None, config: ModelConfig
+    q: Array, k: Array, v: Array, seen: Array | None, window: Array | None, config: ModelConfig
 ) -> Array:
     B, S, N, _ = q.shape
-    # Under vmap jax reshapes the mask to [J·B, N, S, S], so it must have all heads; with one example per
-    # sequence there is none.
-    mask = None if seen.shape[0] == 1 < B else jnp.broadcast_to(seen[:, None], (B, N, S, S))
+    # Under vmap jax reshapes the mask to [J·B, N, S, S], so it must have all heads.
+    mask = None if seen is None else jnp.broadcast_to(seen[:, None], (B, N, S, S))
 
     def flash(local: int | None) -> Array:
         return jax.nn.dot_product_attention(
@@ -90,22 +94,13 @@ def _attend_cudnn(
 
 def choose_attention(config: ModelConfig, dtype: Any, platform: str) -> Literal["xla", "cudnn"]:
     """Choose cuDNN for 16-bit models on NVIDIA GPUs where it serves the model, XLA everywhere else."""
-    if platform != "gpu" or jnp.dtype(dtype).itemsize != 2:
-        return "xla"
-    try:
-        check_attention(config, "cudnn")
-    except UserError:
-        return "xla"
-    return "cudnn"
+    fits = platform == "gpu" and jnp.dtype(dtype).itemsize == 2 and not config.cudnn_obstacle
+    return "cudnn" if fits else "xla"
 
 
 def check_attention(config: ModelConfig, implementation: str) -> None:
     """Raise `UserError` when this model cannot run with this implementation, before anything is compiled."""
     if implementation not in ("xla", "cudnn"):
         raise UserError(f"attention must be xla or cudnn, found {implementation!r}")
-    if implementation == "cudnn" and config.attn_softcap:
-        raise UserError(f"attention cudnn has no softcap, which {config.family} needs: use xla")
-    if implementation == "cudnn" and (config.head_dim > 256 or config.head_dim % 8):
-        raise UserError(
-            f"attention cudnn needs a head size ≤ 256 divisible by 8, found {config.head_dim}: use xla"
-        )
+    if implementation == "cudnn" and config.cudnn_obstacle:
+        raise UserError(f"attention cudnn cannot run this {config.family}: {config.cudnn_obstacle}; use xla")

@@ -103,6 +103,15 @@ class ModelConfig:
 
         return sum(tensor.size for tensor in checkpoint_table(self).values())
 
+    @property
+    def cudnn_obstacle(self) -> str:
+        """Say what keeps cuDNN's attention from serving the model; empty when nothing does."""
+        if self.attn_softcap:
+            return "its attention scores have a softcap"
+        if self.head_dim > 256 or self.head_dim % 8:
+            return f"its head size {self.head_dim} is not a multiple of 8 up to 256"
+        return ""
+
     def lora_params(self, rank: int) -> int:
         """Count the parameters of one adapter of this rank on every site."""
         return self.n_layers * rank * sum(s.d_in + s.d_out for s in self.sites)

@@ -63,7 +63,7 @@ class Flow(NamedTuple):
 
     cos: Float[Array, "P B S h"]  # one table a distinct rope, h = rotary features / 2
     sin: Float[Array, "P B S h"]
-    seen: Bool[Array, "#B S S"]
+    seen: Bool[Array, "#B S S"] | None
     mask: Callable[[Array, str], Array] | None  # (layer, source) -> [B, S, d_in]
 
 
@@ -208,7 +208,7 @@ class Decoder(nnx.Module):
             def draw(layer: Array, source: str) -> Array:
                 return dropout_mask(dropout, layer, SOURCES.index(source), rows, positions, width[source])
 
-        flow = Flow(jnp.stack(cos), jnp.stack(sin), visible(rows, runtime.segments), draw)
+        flow = Flow(jnp.stack(cos), jnp.stack(sin), visible(rows, runtime.segments, runtime.attention), draw)
         windows = None
         if any(0 < w < S for w in c.layer_window):
             windows = jnp.asarray([w or FULL for w in c.layer_window], jnp.int32)

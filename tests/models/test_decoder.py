@@ -233,9 +233,9 @@ def test_bf16_runs_near_fp32(llama):
 @pytest.mark.parametrize(
     ("config", "implementation", "message"),
     [
-        (GEMMA, "cudnn", "cudnn has no softcap, which gemma2 needs: use xla"),
+        (GEMMA, "cudnn", "cudnn cannot run this gemma2: its attention scores have a softcap; use xla"),
         (tiny.LLAMA, "flash", "attention must be xla or cudnn, found 'flash'"),
-        ({**tiny.LLAMA, "head_dim": 12}, "cudnn", "needs a head size ≤ 256 divisible by 8, found 12"),
+        ({**tiny.LLAMA, "head_dim": 12}, "cudnn", "its head size 12 is not a multiple of 8 up to 256"),
     ],
 )
 def test_attention_that_cannot_serve_the_model_is_refused(config, implementation, message, tmp_path):
