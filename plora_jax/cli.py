@@ -29,6 +29,15 @@ class _Parser(argparse.ArgumentParser):
         """Say what is wrong in one line, with the way to the help, and exit with code 2."""
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
+    def format_help(self) -> str:
+        """Add the job fields to the help of commands that read a sweep."""
+        if not self.prog.endswith((" plan", " sweep")):
+            return super().format_help()
+        from plora_jax.space import field_lines
+
+        title = "job fields of SWEEP.yaml, under search or train (docs/config.md has the rest):"
+        return "\n  ".join([f"{super().format_help()}\n{title}", *field_lines()]) + "\n"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""

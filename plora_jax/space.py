@@ -95,6 +95,17 @@ def describe_field(name: str) -> str:
     return allowed(JOB_FIELDS[name].type, JOB_FIELDS[name].metadata)
 
 
+def field_lines() -> list[str]:
+    """Describe every job field in a line: its name, what is allowed, the default, the meaning."""
+    width = max(map(len, JOB_FIELDS))
+    lines = []
+    for name, spec in JOB_FIELDS.items():
+        default = "" if spec.default in (None, "", ()) else f"; default {str(spec.default).lower()}"
+        words = describe_field(name).removesuffix(" or null")
+        lines.append(f"{name.ljust(width)}  {spec.metadata['doc']} ({words}{default})")
+    return lines
+
+
 def _check_pairs(where: Place, given: set[str], faults: Faults) -> None:
     for one, other in EXCLUDES:
         if one in given and other in given:

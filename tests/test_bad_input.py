@@ -372,6 +372,18 @@ COMMANDS: list[tuple[list[str], str]] = [
         "no adapter_config.json there",
     ),
     (["eval", "--model", "model", "--data", "eval.jsonl", "--json", "no/such/x.json"], "does not exist"),
+    (["eval", "--model", "model", "--data", "gone.jsonl"], "gone.jsonl: no such file"),
+    (["eval", "--model", "model", "--data", "sweep.yaml"], "cannot tell from its name how to read it"),
+    (
+        ["eval", "--model", "model", "--data", "eval.jsonl", "--metric", "accuracy"],
+        "--metric accuracy: allowed are",
+    ),
+    (
+        ["eval", "--model", "model", "--data", "eval.jsonl", "--max-length", "-1"],
+        "not a whole number of at least 1",
+    ),
+    (["eval", "--model", "gone", "--data", "eval.jsonl"], "model 'gone': no such directory"),
+    (["eval", "--model", "model", "--data", "eval.jsonl"], "safetensors"),
     (["merge", "gone"], "--out"),
     (["merge", "gone", "--out", "new"], "not a PEFT adapter"),
     (["merge", "gone", "--out", "new", "--dtype", "int8"], "invalid choice: 'int8'"),

@@ -13,6 +13,7 @@ import pytest
 
 from plora_jax import cli, planning
 from plora_jax.config import load_sweep
+from plora_jax.jobs import JOB_FIELDS
 from plora_jax.search import search_jobs
 from tests.tiny import write_sweep, write_weights
 
@@ -55,6 +56,24 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit) as stop:
         cli.main([name, "--help"])
     assert stop.value.code == 0 and f"usage: plora {name}" in capsys.readouterr().out
+
+
+def test_the_help_of_a_sweep_has_every_job_field(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["sweep", "--help"])
+    shown = capsys.readouterr().out
+    assert "  rank           LoRA rank r (a whole number from 1 to 1024; default 16)\n" in shown
+    assert all(
+        f"\n  {name} " in shown and field.metadata["doc"] in shown for name, field in JOB_FIELDS.items()
+    )
+
+
+def test_it_is_a_module_too() -> None:
+    command = [sys.executable, "-m", "plora_jax", "plan", "gone.yaml"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert (done.returncode, done.stderr) == (2, "plora plan: gone.yaml: no such file\n")
 
 
 def test_the_paper_sweep_is_planned_offline_without_jax_in_six_seconds(tmp_path: Path) -> None:

@@ -1,0 +1,47 @@
+"""GPUs as nvidia-smi tells them, and as it fails to."""
+
+from pathlib import Path
+
+import pytest
+
+from plora_jax import machine, planning
+from plora_jax.machine import Gpu, gpus, memory_bytes
+
+
+def driver(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Put an nvidia-smi that runs this shell script first on the path."""
+    command = folder / "nvidia-smi"
+    command.write_text(f"#!/bin/sh\n{script}\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+def test_gpus_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = "NVIDIA H200, 143771, 580.95.05"
+    driver(
+        tmp_path,
+        monkeypatch,
+        f"[ $1 = --query-gpu=name,memory.total,driver_version ] && echo '{line}' && echo '{line}'",
+    )
+    assert gpus() == [Gpu("NVIDIA H200", 143771, "580.95.05")] * 2
+    devices = planning.find_devices("auto")
+    assert (devices.spec.name, devices.count, devices.spec.memory_bytes) == ("H200", 2, 143771 * 2**20)
+
+
+@pytest.mark.parametrize("script", ["exit 9", "echo 'No devices were found'", "echo 'A, [N/A], 1'", "exit 0"])
+def test_a_driver_without_gpus(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver(tmp_path, monkeypatch, script)
+    assert gpus() == []
+    assert planning.find_devices("auto").spec.name == "cpu"
+
+
+def test_memory_is_what_the_control_group_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
+        "/proc/meminfo": "MemTotal: 100 kB\nMemAvailable:   8388608 kB\n",
+        "/sys/fs/cgroup/memory.max": "6442450944\n",
+        "/sys/fs/cgroup/memory.current": "2147483648\n",
+    }
+    monkeypatch.setattr(machine, "_read", lambda path: files.get(path, ""))
+    assert memory_bytes() == 4 * 2**30  # 6 GiB allowed, 2 in use
+    files["/sys/fs/cgroup/memory.max"] = "max\n"
+    assert memory_bytes() == 8 * 2**30
