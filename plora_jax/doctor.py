@@ -44,35 +44,19 @@ class Finding(NamedTuple):
 
 def doctor(model: str | None = None) -> int:
     """Print what this machine has; return 0 when a sweep can run on it, 1 when something is missing."""
-    described = ["", *describe(model)] if model else []  # a model that cannot be used is told before all else
+    from plora_jax.models.describe import describe
+
+    described = describe(model) if model else ""  # a model that cannot be used is told before all else
     findings = [*packages(), machine(), driver(), *accelerator(), kernels(), hub(), disk()]
     marks = {"ok": "ok  ", "note": "note", "bad": "BAD "}
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
         print(f"{marks[finding.state]}  {finding.name.ljust(width)}  {finding.text}")
-    for line in described:
-        print(line)
+    if described:
+        print(f"\n{described}")
     bad = [finding.name for finding in findings if finding.state == "bad"]
     print(f"\nnot ready: {', '.join(bad)}" if bad else "\nready: plora quickstart runs a complete sweep")
     return 1 if bad else 0
-
-
-def describe(name: str) -> list[str]:
-    """Say what a model is and what of it would be trained; UserError says why it cannot be used."""
-    from plora_jax.models.find import load_config
-
-    config = load_config(name)
-    heads = f"{config.n_heads} heads" + (
-        f" ({config.n_kv_heads} kv)" if config.n_kv_heads < config.n_heads else ""
-    )
-    windows = sorted(set(config.layer_window) - {0})
-    return [
-        f"{name}: {config.family}, {config.n_params / 1e6:,.4g} M parameters, "
-        f"{'tied' if config.tied else 'untied'} head, vocabulary {config.vocab_size:,}",
-        f"  {config.n_layers} layers, width {config.d_model}, MLP {config.d_ff}, {heads} of {config.head_dim}, "
-        f"up to {config.max_positions:,} positions" + (f", sliding window {windows}" if windows else ""),
-        f"  adapters on {', '.join(site.name for site in config.sites)}: {config.lora_params(1):,} parameters a rank",
-    ]
 
 
 def packages() -> list[Finding]:
