@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.instance import Instance
-from planner.pack import divisors
+from planner.signature import divisors
 
 TOLERANCE = 1e-9
 

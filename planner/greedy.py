@@ -16,17 +16,15 @@ MIXED_JOBS = 200  # the longest line on which mixtures of degrees are searched
 
 
 class Line:
-    """Hold the jobs in one order: classes with their counts, addressed by position."""
+    """Hold the jobs in one order: (class, count) items, addressed by position; a class may come more than once."""
 
-    def __init__(self, instance: Instance, order: list[int]) -> None:
+    def __init__(self, instance: Instance, items: Counts) -> None:
         self.instance = instance
-        self.order = order
-        self.ends = list(accumulate(len(instance.members[k]) for k in order))
+        self.order = [k for k, _ in items]
+        self.ends = list(accumulate(n for _, n in items))
         self.n = self.ends[-1]
         starts = [0, *self.ends[:-1]]
-        self.class_at = [
-            i for i, (a, b) in enumerate(zip(starts, self.ends, strict=True)) for _ in range(b - a)
-        ]
+        self.class_at = [i for i, (a, b) in enumerate(zip(starts, self.ends, strict=True)) for _ in range(b - a)]
 
     def items(self, i: int, j: int) -> Counts:
         """Return the jobs at positions i to j as counts, in the line's order."""
@@ -62,8 +60,8 @@ class Line:
         return low
 
 
-def orders(instance: Instance) -> list[list[int]]:
-    """Return orders of the classes: length first, then batch or rank or length of run first."""
+def orders(instance: Instance) -> list[Counts]:
+    """Return all jobs in several orders: length first, then batch or rank or length of run first."""
     jobs = instance.classes
     keys: list[Callable[[int], tuple]] = [
         lambda k: (jobs[k].row_tokens, jobs[k].data, jobs[k].batch_size, jobs[k].bucket, jobs[k].rows),
@@ -72,11 +70,11 @@ def orders(instance: Instance) -> list[list[int]]:
         lambda k: (jobs[k].batch_size, jobs[k].row_tokens, jobs[k].data, jobs[k].bucket, jobs[k].rows),
         lambda k: (jobs[k].bucket, jobs[k].row_tokens, jobs[k].batch_size, jobs[k].rows),
     ]
-    out: list[list[int]] = []
+    out: list[Counts] = []
     for key in keys:
-        order = sorted(range(len(jobs)), key=lambda k: (*key(k), k))
-        if order not in out:
-            out.append(order)
+        items = tuple(sorted(instance.counts, key=lambda item: (*key(item[0]), item[0])))
+        if items not in out:
+            out.append(items)
     return out
 
 
@@ -139,24 +137,27 @@ def bisect(attempt: Callable[[float], Solution | None], low: float, high: Soluti
     return best
 
 
+def best_cut(instance: Instance, items: Counts, best: Solution | None, low: float) -> Solution | None:
+    """Return the best of `best` and the cuts of one line: each degree alone, and mixtures where the line is short."""
+    count, degrees = instance.devices.count, instance.degrees
+    line = Line(instance, items)
+    attempts: list[Callable[[float], Solution | None]] = [
+        lambda C, d=d: cut(line, d, C, count // d)  # type: ignore[misc]
+        for d in degrees
+    ]
+    if line.n <= MIXED_JOBS and len(degrees) > 1:
+        attempts.append(lambda C: cut_mixed(line, degrees, C, count))
+    for attempt in attempts:
+        start = attempt(makespan(best) * (1 - PRECISE) if best else 1e15)
+        if start is not None:
+            best = bisect(attempt, low, start)
+    return best
+
+
 def greedy(instance: Instance, low: float = 0.0) -> Solution:
     """Return the best cut over orders and degrees; `low` is a lower bound on the makespan."""
-    count = instance.devices.count
     best: Solution | None = None
-    for order in orders(instance):
-        line = Line(instance, order)
-        for d in instance.degrees:
-            groups = count // d
-            target = makespan(best) * (1 - PRECISE) if best else 1e15
-            start = cut(line, d, target, groups)
-            if start is not None:
-                best = bisect(lambda C, line=line, d=d, groups=groups: cut(line, d, C, groups), low, start)  # type: ignore[misc]
-        if line.n <= MIXED_JOBS and len(instance.degrees) > 1 and best:
-            degrees = instance.degrees
-            start = cut_mixed(line, degrees, makespan(best) * (1 - PRECISE), count)
-            if start is not None:
-                best = bisect(
-                    lambda C, line=line, degrees=degrees: cut_mixed(line, degrees, C, count), low, start
-                )  # type: ignore[misc]
+    for items in orders(instance):
+        best = best_cut(instance, items, best, low)
     assert best is not None  # every job fits some degree alone, and a group takes any number of packs
     return best

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from planner.devices import Devices
 from planner.errors import PlanError
 from planner.memory import HEAD_CHUNK, StepShape, memory_terms, step_memory
-from planner.signature import POLICIES, batch_divisor, length_bucket, union_targets
+from planner.signature import POLICIES, batch_divisor, divisors, length_bucket, union_targets
 from planner.specs import PRECISION_BYTES, JobSpec, ModelShape
 from planner.time import CostModel, StepCost
 
@@ -42,7 +42,9 @@ class Instance:
     policies: tuple[str, ...] = POLICIES
     classes: list[JobSpec] = field(default_factory=list)
     members: list[list[str]] = field(default_factory=list)
-    cache: dict = field(default_factory=dict)
+    cache: dict = field(default_factory=dict)  # coefficients
+    packs: dict = field(default_factory=dict)  # (jobs, degree) -> the pack chosen
+    layouts: dict = field(default_factory=dict)  # (micro-steps of the jobs, J) -> the pack's micro-steps
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISION_BYTES:
@@ -91,13 +93,13 @@ class Instance:
         return any(self.slot_limit(degree, 1, policy, need) >= 1 for policy in self.policies)
 
     def _nothing_fits(self) -> tuple[int, ...]:
-        spec, count = self.devices.spec, self.devices.count
+        spec, count, top = self.devices.spec, self.devices.count, self.devices.degrees[-1]
         worst = max(range(len(self.classes)), key=lambda k: self.least_memory(k, 1, self.precision))
         job = self.classes[worst]
         head = (
-            f"{self.shape.name} in {self.precision} with job {job.job_id} (rank {job.rank}, {job.max_row_tokens} tokens) "
-            f"needs {self.least_memory(worst, self.devices.degrees[-1], self.precision) / 2**30:.1f} GiB on each of "
-            f"{self.devices.degrees[-1]} {spec.name}, which may use {self.limit / 2**30:.1f} GiB"
+            f"{self.shape.name} in {self.precision} with job {job.job_id} (rank {job.rank}, "
+            f"{job.max_row_tokens} tokens) needs {self.least_memory(worst, top, self.precision) / 2**30:.1f} GiB "
+            f"on each of {top} {spec.name}, which may use {self.limit / 2**30:.1f} GiB"
         )
         advice = []
         for d in (2, 4, 8, 16, 32, 64):
@@ -106,7 +108,7 @@ class Instance:
                 break
         for precision in ("bf16", "int8", "nf4"):
             if PRECISION_BYTES[precision] < PRECISION_BYTES[self.precision] and (
-                self.least_memory(worst, self.devices.degrees[-1], precision) <= self.limit
+                self.least_memory(worst, top, precision) <= self.limit
             ):
                 advice.append(f"precision {precision} would fit")
                 break
@@ -161,6 +163,34 @@ class Instance:
                 self.cache[key] = max(0, min(int(room // (slot + logit * tokens)), int(HEAD_CHUNK // tokens)))
         return min(self.cache[key], self.max_slots)
 
+    def programs(self, degree: int, need: Need) -> list[tuple[int, list[tuple[float, float, int, str]]]]:
+        """List what may serve a need: for each m, (t0, seconds a slot adds, most slots, policy), none dominated."""
+        key = ("programs", degree, need)
+        if key not in self.cache:
+            out = []
+            for m in divisors(need.divisor):
+                rows: list[tuple[float, float, int, str]] = []
+                for policy in self.policies:
+                    limit = self.slot_limit(degree, m, policy, need)
+                    cost = self.step_cost(degree, policy, need)
+                    slot = cost.c * m * need.S + (cost.a0 + cost.a1 * m * need.S) * need.bucket
+                    rows.append((cost.t0, slot, limit, policy))
+                rows = [
+                    row for i, row in enumerate(rows)
+                    if row[2] and not any(_dominates(other, row, j < i) for j, other in enumerate(rows) if j != i)
+                ]  # fmt: skip
+                if rows:
+                    out.append((m, rows))
+            self.cache[key] = out
+        return self.cache[key]
+
+    def steps(self, k: int, m: int) -> int:
+        """Return the micro-steps of a job of a class at m."""
+        key = ("steps", k, m)
+        if key not in self.cache:
+            self.cache[key] = self.classes[k].micro_steps(m)
+        return self.cache[key]
+
     def step_cost(self, degree: int, policy: str, need: Need) -> StepCost:
         """Return the time coefficients of a pack's step."""
         key = ("cost", degree, policy, need.S, need.targets)
@@ -184,3 +214,9 @@ class Instance:
     def load_seconds(self, degree: int) -> float:
         """Return the time to bring the base onto a group."""
         return self.cost.load_seconds(self.shape, degree, self.precision)
+
+
+def _dominates(a: tuple, b: tuple, first: bool) -> bool:
+    """Say whether one way of running a program is never worse than another; of equals the first stays."""
+    never_worse = a[0] <= b[0] and a[1] <= b[1] and a[2] >= b[2]
+    return never_worse and (first or a[:3] != b[:3])

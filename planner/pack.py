@@ -5,9 +5,11 @@ from typing import NamedTuple
 
 from planner.instance import Counts, Instance, Need
 
+EXACT_JOBS = 10  # packs of so few jobs are laid out exactly
+
 
 class Choice(NamedTuple):
-    """Hold a pack as chosen: its jobs by class, program, micro-steps and seconds (compilation not included)."""
+    """Hold a pack as chosen: its jobs by class, its program, micro-steps and seconds without compilation."""
 
     counts: Counts
     degree: int
@@ -23,12 +25,6 @@ class Choice(NamedTuple):
     def program(self) -> tuple:
         """Return what identifies the compiled program; equal programs of a group compile once."""
         return (self.m, self.J, self.policy, self.need)
-
-
-def divisors(n: int) -> list[int]:
-    """Return the divisors of n, greatest first."""
-    small = [i for i in range(1, int(n**0.5) + 1) if n % i == 0]
-    return sorted({*small, *(n // i for i in small)}, reverse=True)
 
 
 def lay_out(steps: list[int], J: int) -> tuple[int, list[list[int]]]:
@@ -47,7 +43,7 @@ def lay_out(steps: list[int], J: int) -> tuple[int, list[list[int]]]:
         heapq.heapreplace(heap, (load + steps[i], j))
         longest = max(longest, load + steps[i])
     floor = max(steps[order[0]], -(-sum(steps) // J))
-    if len(steps) > 10 or longest == floor:
+    if len(steps) > EXACT_JOBS or longest == floor:
         return longest, slots
     return _exact_layout(steps, order, J, floor, longest, slots)
 
@@ -82,67 +78,80 @@ def _exact_layout(
     return best, best_slots
 
 
-def slot_counts(steps: dict[int, int], limit: int) -> list[int]:
-    """Return the numbers of slots worth trying for jobs given as {micro-steps: how many}, at most `limit`.
+def pack_steps(instance: Instance, tally: tuple[tuple[int, int], ...], J: int) -> int:
+    """Return the micro-steps of a pack of J slots for jobs given as ((micro-steps, how many), …), longest first.
 
-    Equal jobs run in waves: the least J for each small number of waves (waves evened out). Unequal ones:
-    about as many slots as the longest job's length leaves work for, since beyond it slots only idle.
+    The same as `lay_out`, without the layout.
     """
-    N = sum(steps.values())
+    if len(tally) == 1:
+        steps, n = tally[0]
+        return -(-n // J) * steps
+    key = (tally, J)
+    if key not in instance.layouts:
+        expanded = [s for s, n in tally for _ in range(n)]
+        if len(expanded) <= EXACT_JOBS:
+            instance.layouts[key] = lay_out(expanded, J)[0]
+        else:
+            loads = [0] * J
+            for s in expanded:
+                heapq.heapreplace(loads, loads[0] + s)
+            instance.layouts[key] = max(loads)
+    return instance.layouts[key]
+
+
+def slot_counts(tally: tuple[tuple[int, int], ...], N: int, work: int, limit: int) -> list[int]:
+    """Return the numbers of slots worth trying for jobs given as ((micro-steps, how many), …), at most `limit`.
+
+    Equal jobs run in waves: the least J for each small number of waves (waves evened out). Unequal ones: about as
+    many slots as the longest job's length leaves work for, since beyond it slots only idle.
+    """
     top = min(N, limit)
-    if len(steps) == 1:
+    if len(tally) == 1:
         waves = -(-N // top)
-        return sorted({-(-N // w) for w in range(waves, min(waves + 4, N + 1))})
-    ideal = sum(s * n for s, n in steps.items()) / max(steps)
-    near = {int(ideal) - 1, int(ideal), int(ideal) + 1, int(ideal) + 2, int(ideal * 1.25) + 1, top}
-    return sorted({min(max(J, 1), top) for J in near})
+        return [-(-N // w) for w in range(waves, min(waves + 3, N + 1))]
+    ideal = work // tally[0][0]
+    return sorted({min(max(J, 1), top) for J in (ideal, ideal + 1, ideal + 1 + ideal // 8)}, reverse=True)
 
 
 def choose_pack(instance: Instance, counts: Counts, degree: int) -> Choice | None:
     """Choose m, J and policy for the least time of one pack; None where it fits in no way.
 
-    Of equal times the fewest slots win, which leaves memory free. m runs over the divisors of every batch
-    size.
+    Of equal times the fewest slots win, which leaves memory free. m runs over the divisors of every batch size.
     """
-    key = ("pack", counts, degree)
-    if key in instance.cache:
-        return instance.cache[key]
+    key = (counts, degree)
+    if key in instance.packs:
+        return instance.packs[key]
     need = instance.need(counts)
-    best: Choice | None = None
     scoring = sum(n * instance.eval_seconds(degree, k) for k, n in counts)
-    for m in divisors(need.divisor):
-        limits = {policy: instance.slot_limit(degree, m, policy, need) for policy in instance.policies}
-        if not max(limits.values()):
-            continue
-        expanded = [instance.classes[k].micro_steps(m) for k, n in counts for _ in range(n)]
-        tally: dict[int, int] = {}
-        for s in expanded:
-            tally[s] = tally.get(s, 0) + 1
-        layouts: dict[int, int] = {}
-        for policy, limit in limits.items():
-            if not limit:
-                continue
-            cost = instance.step_cost(degree, policy, need)
-            for J in slot_counts(tally, limit):
-                step_s = cost.seconds(J, m, need.S, need.bucket)
-                floor = max(max(tally), -(-sum(expanded) // J))
-                if best is not None and floor * step_s + scoring >= best.run_s:
+    N = sum(n for _, n in counts)
+    best: tuple | None = None
+    least = float("inf")
+    for m, options in instance.programs(degree, need):
+        count_of: dict[int, int] = {}
+        for k, n in counts:
+            s = instance.steps(k, m)
+            count_of[s] = count_of.get(s, 0) + n
+        tally = tuple(sorted(count_of.items(), reverse=True))
+        work = sum(s * n for s, n in tally)
+        for t0, slot_s, limit, policy in options:
+            for J in slot_counts(tally, N, work, limit):
+                step_s = t0 + J * slot_s
+                if max(tally[0][0], -(-work // J)) * step_s >= least:
                     continue
-                if J not in layouts:
-                    if len(tally) == 1:
-                        layouts[J] = -(-len(expanded) // J) * expanded[0]
-                    else:
-                        layouts[J] = lay_out(expanded, J)[0]
-                steps = layouts[J]
-                run_s = steps * step_s + scoring
-                if best is None or run_s < best.run_s:
-                    best = Choice(counts, degree, m, J, policy, need, steps, step_s, run_s)
-    instance.cache[key] = best
-    return best
+                steps = pack_steps(instance, tally, J)
+                if steps * step_s < least:
+                    least = steps * step_s
+                    best = (m, J, policy, steps, step_s)
+    choice = None
+    if best is not None:
+        m, J, policy, steps, step_s = best
+        choice = Choice(counts, degree, m, J, policy, need, steps, step_s, least + scoring)
+    instance.packs[key] = choice
+    return choice
 
 
 def group_seconds(instance: Instance, packs: list[Choice]) -> float:
-    """Return the time a device group needs for packs one after another: load, compile each new program, run."""
+    """Return the time a group needs for packs one after another: load, compile each new program, run."""
     if not packs:
         return 0.0
     programs = len({pack.program for pack in packs})

@@ -38,7 +38,7 @@ def summary(plan: Plan) -> list[str]:
     ]
     if plan.expected_s is not None:
         lines.append(
-            f"with early stopping: {duration(plan.expected_s)} expected (simulated); the makespan has no stops"
+            f"with early stopping {duration(plan.expected_s)} expected (simulated); the makespan has no stops"
         )
     known = {name: value for name, value in plan.baselines.items() if value is not None}
     if known:
@@ -73,8 +73,8 @@ def table(plan: Plan) -> list[str]:
         rows.append(
             (
                 str(n), device_range(pack.devices), str(len(pack.jobs)), str(pack.J), str(pack.m),
-                str(max(pack.slots)), str(max(pack.length_buckets)), pack.policy, f"{1000 * pack.step_s:.0f} ms",
-                str(pack.steps), duration(pack.start_s), duration(pack.end_s),
+                str(max(pack.slots)), str(max(pack.length_buckets)), pack.policy,
+                f"{1000 * pack.step_s:.0f} ms", str(pack.steps), duration(pack.start_s), duration(pack.end_s),
                 f"{pack.memory_bytes / 2**30:.1f}/{pack.memory_limit_bytes / 2**30:.1f} GiB ({share:.0f} %)",
             )
         )  # fmt: skip

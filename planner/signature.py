@@ -1,4 +1,4 @@
-"""The signature of a pack: what its compiled step is fixed to, and the one rule for which jobs it can take."""
+"""The signature of a pack: what its step is compiled for, and the one rule for which jobs it can take."""
 
 import math
 from collections.abc import Iterable
@@ -57,6 +57,12 @@ def fits(signature: Signature, job: JobSpec) -> bool:
 def batch_divisor(jobs: Iterable[JobSpec]) -> int:
     """Return the greatest m that divides every batch size."""
     return math.gcd(*(job.batch_size for job in jobs))
+
+
+def divisors(n: int) -> list[int]:
+    """Return the divisors of n, greatest first."""
+    small = [i for i in range(1, math.isqrt(n) + 1) if n % i == 0]
+    return sorted({*small, *(n // i for i in small)}, reverse=True)
 
 
 def union_targets(jobs: Iterable[JobSpec]) -> frozenset[str] | None:

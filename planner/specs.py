@@ -1,4 +1,4 @@
-"""What a plan is made from: the model's shape and the jobs. Plain numbers; no JAX, no tokenizer, no weights."""
+"""What a plan is made from: the model's shape and the jobs. Plain numbers: no JAX, no weights."""
 
 import math
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ OPTIMIZER_STATES = {"adamw": 2, "sgd": 1}  # fp32 numbers kept for each adapter 
 
 
 def rank_bucket(rank: int) -> int:
-    """Round a rank up to the stack it is stored in; ranks past the last bucket round up to a multiple of it."""
+    """Round a rank up to the stack it is stored in; past the last bucket, to a multiple of it."""
     for bucket in RANK_BUCKETS:
         if rank <= bucket:
             return bucket
@@ -48,7 +48,7 @@ class ModelShape:
 
     @property
     def linear_params(self) -> int:
-        """Count the parameters of the layers: what every token multiplies with, and what precision quantises."""
+        """Count the layers' parameters: what every token multiplies with, and what precision quantises."""
         return max(self.n_params - self.embedding_params, 1)
 
     def adapter_params(self, rank: int, targets: frozenset[str] | None = None) -> int:
@@ -105,7 +105,8 @@ class JobSpec:
                 raise PlanError(f"job {self.job_id}: {name} is {value}; allowed is {low} to {high}")
         if self.row_tokens > self.max_row_tokens:
             raise PlanError(
-                f"job {self.job_id}: row_tokens (a mean, {self.row_tokens}) exceeds max_row_tokens {self.max_row_tokens}"
+                f"job {self.job_id}: row_tokens (a mean, {self.row_tokens}) exceeds "
+                f"max_row_tokens {self.max_row_tokens}"
             )
         if self.optimizer not in OPTIMIZER_STATES:
             raise PlanError(
@@ -151,7 +152,8 @@ def check_jobs(jobs: list[JobSpec], shape: ModelShape) -> tuple[list[JobSpec], l
             raise PlanError(f"job {job.job_id}: targets is empty; {shape.name} offers {sorted(names)}")
         if unknown := (job.targets or frozenset()) - names:
             raise PlanError(
-                f"job {job.job_id}: targets {sorted(unknown)} are not in {shape.name}; allowed is {sorted(names)}"
+                f"job {job.job_id}: targets {sorted(unknown)} are not in {shape.name}; "
+                f"allowed is {sorted(names)}"
             )
         kept[job.job_id] = job if job.targets != names else replace(job, targets=None)
     return list(kept.values()), notes

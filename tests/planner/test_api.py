@@ -42,7 +42,7 @@ def test_plan_survives_json_and_renders():
     [
         (lambda: make_plan([], SMOL, devices("A10")), "no jobs"),
         (lambda: make_plan(quickstart(), QWEN, devices("1xA10"), precision="fp32"), "devices would hold it"),
-        (lambda: make_plan(quickstart(), QWEN, devices("1xRTX4090"), precision="fp32"), "precision bf16 would fit"),
+        (lambda: make_plan(quickstart(), QWEN, devices("RTX4090"), precision="fp32"), "bf16 would fit"),
         (lambda: devices("8xTPU"), "A100-40GB"),
         (lambda: devices("0xA10"), "between 1 and"),
         (lambda: JobSpec("a", 0, 1, 1, 1, 1), "rank is 0"),
