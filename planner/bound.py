@@ -84,7 +84,7 @@ def work_fits(instance: Instance, table: Modes, counts: np.ndarray, C: float) ->
     best = np.full(len(counts), np.inf)
     np.minimum.at(best, table.k, time * table.degree)
     setup = float(table.setup.min())
-    return float(best @ counts) <= instance.devices.count * (C - setup) * (1 + TOLERANCE)
+    return float(best @ counts) <= instance.usable * (C - setup) * (1 + TOLERANCE)
 
 
 def pigeonhole_fits(instance: Instance, table: Modes, counts: np.ndarray, C: float) -> bool:
@@ -95,7 +95,7 @@ def pigeonhole_fits(instance: Instance, table: Modes, counts: np.ndarray, C: flo
     u_d; the devices split into groups of any degrees so as to complete the most.
     """
     time, _, _ = group_work(instance, table, C)
-    K, G = len(counts), instance.devices.count
+    K, G = len(counts), instance.usable
     per_degree = {}
     for d in instance.degrees:
         own = np.full(K, np.inf)

@@ -8,6 +8,7 @@ of degrees by a shortest path over the line where it is short.
 from collections.abc import Callable
 from itertools import accumulate
 
+from planner.errors import PlanError
 from planner.groups import Group, Solution, makespan, split_group
 from planner.instance import Counts, Instance
 
@@ -78,20 +79,47 @@ def orders(instance: Instance) -> list[Counts]:
     return out
 
 
-def cut(line: Line, degree: int, C: float, limit: int) -> Solution | None:
-    """Cut a line into at most `limit` groups of a degree, each within C; None where they do not suffice."""
+def patterns(instance: Instance, shares: dict[int, float] | None = None) -> list[tuple[int, ...]]:
+    """Return the lists of group degrees to try: as many of one degree as there are devices for, smaller ones after.
+
+    `shares` of machine time by degree, from the configuration LP, make one more.
+    """
+    count, degrees = instance.devices.count, instance.degrees
+
+    def fill(wanted: list[int]) -> tuple[int, ...]:
+        out, left = [], count
+        for d in wanted:
+            if d <= left:
+                out.append(d)
+                left -= d
+        for d in reversed(degrees):
+            out += [d] * (left // d)
+            left %= d
+        return tuple(sorted(out, reverse=True))
+
+    found = [fill([d] * (count // d)) for d in degrees]
+    for d, share in (shares or {}).items():
+        if 0.02 < share < 0.98:
+            smaller = degrees[0] if d > degrees[0] else degrees[0]
+            found.append(fill([d] * round(share * count / d) + [smaller] * (count // smaller)))
+    return list(dict.fromkeys(found))
+
+
+def cut(line: Line, pattern: tuple[int, ...], C: float) -> Solution | None:
+    """Cut a line into groups of the pattern's degrees, each within C; None where they do not suffice."""
     solution: Solution = []
-    i, guess = 0, max(1, line.n // limit)
-    while i < line.n:
-        if len(solution) == limit:
-            return None
-        j = line.furthest(i, degree, C, guess)
-        group = line.group(i, j, degree) if j > i else None
-        if group is None:
-            return None
+    i, guess = 0, max(1, line.n // len(pattern))
+    for d in pattern:
+        j = line.furthest(i, d, C, guess)
+        if j == i:
+            continue
+        group = line.group(i, j, d)
+        assert group is not None
         solution.append(group)
         i, guess = j, j - i
-    return solution
+        if i == line.n:
+            return solution
+    return None
 
 
 def cut_mixed(line: Line, degrees: tuple[int, ...], C: float, count: int) -> Solution | None:
@@ -137,16 +165,21 @@ def bisect(attempt: Callable[[float], Solution | None], low: float, high: Soluti
     return best
 
 
-def best_cut(instance: Instance, items: Counts, best: Solution | None, low: float) -> Solution | None:
-    """Return the best of `best` and the cuts of one line: each degree alone, and mixtures where the line is short."""
-    count, degrees = instance.devices.count, instance.degrees
+def best_cut(
+    instance: Instance,
+    items: Counts,
+    best: Solution | None,
+    low: float,
+    tried: list[tuple[int, ...]] | None = None,
+) -> Solution | None:
+    """Return the best of `best` and the cuts of one line: each pattern, and any mixture where the line is short."""
     line = Line(instance, items)
     attempts: list[Callable[[float], Solution | None]] = [
-        lambda C, d=d: cut(line, d, C, count // d)  # type: ignore[misc]
-        for d in degrees
+        lambda C, pattern=pattern: cut(line, pattern, C)  # type: ignore[misc]
+        for pattern in tried or patterns(instance)
     ]
-    if line.n <= MIXED_JOBS and len(degrees) > 1:
-        attempts.append(lambda C: cut_mixed(line, degrees, C, count))
+    if line.n <= MIXED_JOBS and len(instance.degrees) > 1:
+        attempts.append(lambda C: cut_mixed(line, instance.degrees, C, instance.devices.count))
     for attempt in attempts:
         start = attempt(makespan(best) * (1 - PRECISE) if best else 1e15)
         if start is not None:
@@ -155,9 +188,14 @@ def best_cut(instance: Instance, items: Counts, best: Solution | None, low: floa
 
 
 def greedy(instance: Instance, low: float = 0.0) -> Solution:
-    """Return the best cut over orders and degrees; `low` is a lower bound on the makespan."""
+    """Return the best cut over orders and patterns; `low` is a lower bound on the makespan.
+
+    Raises:
+        PlanError: no pattern of groups takes every job, such as too few devices for the jobs that need a large group.
+    """
     best: Solution | None = None
     for items in orders(instance):
         best = best_cut(instance, items, best, low)
-    assert best is not None  # every job fits some degree alone, and a group takes any number of packs
+    if best is None:
+        raise PlanError("no division of the devices into groups holds every job; use more devices or fewer degrees")
     return best

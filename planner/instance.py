@@ -73,26 +73,28 @@ class Instance:
 
     @cached_property
     def degrees(self) -> tuple[int, ...]:
-        """Return the group sizes on which every job fits alone.
+        """Return the group sizes that hold at least one of the jobs.
 
         Raises:
             PlanError: some job fits no group; the message says what would.
         """
-        return (
-            tuple(
-                d
-                for d in self.devices.degrees
-                if all(self.fits_alone(k, d) for k in range(len(self.classes)))
-            )
-            or self._nothing_fits()
-        )
+        K = range(len(self.classes))
+        holds = {d: [self.fits_alone(k, d) for k in K] for d in self.devices.degrees}
+        if not all(any(holds[d][k] for d in holds) for k in K):
+            self._nothing_fits()
+        return tuple(d for d in holds if any(holds[d]))
+
+    @cached_property
+    def usable(self) -> int:
+        """Return the devices that can work at one time: groups are multiples of the smallest degree."""
+        return self.devices.count // self.degrees[0] * self.degrees[0]
 
     def fits_alone(self, k: int, degree: int) -> bool:
         """Say whether one job of a class can run by itself, at m = 1, on a group of this degree."""
         need = self.need(((k, 1),))
         return any(self.slot_limit(degree, 1, policy, need) >= 1 for policy in self.policies)
 
-    def _nothing_fits(self) -> tuple[int, ...]:
+    def _nothing_fits(self) -> None:
         spec, count, top = self.devices.spec, self.devices.count, self.devices.degrees[-1]
         worst = max(range(len(self.classes)), key=lambda k: self.least_memory(k, 1, self.precision))
         job = self.classes[worst]

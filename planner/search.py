@@ -12,7 +12,7 @@ from planner.groups import Group, Solution, makespan
 from planner.instance import Counts, Instance
 from planner.pack import Choice, choose_pack, group_seconds, merge_counts
 
-POWER = 12
+POWER = 20
 Parts = dict[int, tuple[Choice, ...]]  # group number -> the packs it would have
 
 
@@ -97,7 +97,7 @@ class Proposer:
     def draw(self, counts: Counts) -> tuple[int, int]:
         """Draw some jobs of one class of a pack: mostly one, at times half or all."""
         k, have = counts[self.rng.randrange(len(counts))]
-        amount = self.rng.choice((1, 1, 1, max(1, have // 2), have))
+        amount = min(have, self.rng.choice((1, 1, 1, 2, 3, max(1, have // 2), have)))
         return k, amount
 
     def change(self, g: int, p: int, out: Counts, h: int, q: int | None, into: Counts) -> Parts | None:

@@ -1,0 +1,226 @@
+"""The configuration LP: which programs to run, how much of each, and which jobs in them, if all could be cut freely.
+
+A type τ is (length, rank bucket, m, degree d, policy). Per type: z_τ programs (each compiled, none longer than C),
+X_τ micro-steps over all of them; y_kτ jobs of class k run in it. The least machine time within C is
+
+    V(C) = min Σ_τ d_τ (compile · z_τ + t0_τ · X_τ) + Σ_kτ d_τ · (s_kτ · slot_τ + scoring_kτ) · y_kτ
+    Σ_τ y_kτ = n_k                                        every job runs
+    t0_τ X_τ + Σ_k (s_kτ slot_τ + scoring) y_kτ ≤ z_τ (C − setup_τ)    a program ends within C
+    Σ_k s_kτ y_kτ / J_kτ ≤ X_τ       J_kτ: the most slots beside job k, by memory and by ending within C
+    s_kτ y_kτ / n_k ≤ X_τ,  y_kτ / n_k ≤ z_τ              a program that holds a class lasts as long as it
+
+and no plan within C exists unless V(C) ≤ G · (C − load). V falls with C, so the least such C is a lower bound. As an
+MILP (z whole) the same model says how to group the jobs; its duals value a job, never its rank.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from planner.instance import Counts, Instance, Need
+from planner.signature import divisors
+
+PRECISE = 5e-4  # relative width at which the search for the bound stops
+SLACK = 1e-6  # the solver's tolerance, taken off the bound
+
+
+class Types(NamedTuple):
+    """Hold one row a type, and one row a (class, type) pair that may be."""
+
+    needs: list[tuple[Need, int, int]]  # program need, m, degree
+    degree: np.ndarray
+    t0: np.ndarray
+    slot_s: np.ndarray
+    limit: np.ndarray
+    setup: np.ndarray
+    k: np.ndarray  # of pairs: class, type, micro-steps, scoring seconds
+    t: np.ndarray
+    steps: np.ndarray
+    scoring: np.ndarray
+
+
+def make_types(instance: Instance) -> Types:
+    """List every type that some class needs, and every class it can serve."""
+    K = range(len(instance.classes))
+    own = [instance.need(((k, 1),)) for k in K]
+    lengths = sorted({(need.S, need.S_max) for need in own})
+    buckets = sorted({need.bucket for need in own})
+    rows, pairs = [], []
+    for S, S_max in lengths:
+        inside = [k for k in K if own[k].S <= S and own[k].S_max <= S_max]
+        for bucket in buckets:
+            served = [k for k in inside if own[k].bucket <= bucket]
+            if not any(own[k].S == S for k in served) or not any(own[k].bucket == bucket for k in served):
+                continue
+            targets = _least_targets(instance, served)
+            for m in sorted({m for k in served for m in divisors(own[k].divisor)}):
+                members = [k for k in served if own[k].divisor % m == 0]
+                need = Need(m, bucket, S_max, S, _least_optimizer(instance, members), targets)
+                for d in instance.degrees:
+                    for t0, slot_s, limit, _policy in dict(instance.programs(d, need)).get(m, []):
+                        setup = instance.load_seconds(d) + instance.cost.compile_s
+                        pairs += [
+                            (k, len(rows), instance.steps(k, m), instance.eval_seconds(d, k)) for k in members
+                        ]
+                        rows.append((need, m, d, t0, slot_s, limit, setup))
+    columns = list(zip(*rows, strict=True))
+    k, t, steps, scoring = (np.array(column) for column in zip(*pairs, strict=True))
+    degree, t0, slot_s, limit, setup = (np.array(column, dtype=float) for column in columns[2:])
+    needs = list(zip(columns[0], columns[1], columns[2], strict=True))
+    return Types(needs, degree, t0, slot_s, limit, setup, k, t, steps.astype(float), scoring)
+
+
+def _least_targets(instance: Instance, served: list[int]) -> frozenset[str] | None:
+    """Return the smallest target set of the classes, which costs a program no more than any union of them."""
+    sets = [instance.classes[k].targets for k in served]
+    given = [s for s in sets if s is not None]
+    if not given:
+        return None
+    size = instance.shape.adapter_params
+    least = min(given, key=lambda s: (size(1, s), sorted(s)))
+    return least if len(given) < len(sets) or len(set(given)) > 1 else given[0]
+
+
+def _least_optimizer(instance: Instance, members: list[int]) -> str:
+    """Return the optimizer with the least state among the classes."""
+    return "sgd" if any(instance.classes[k].optimizer == "sgd" for k in members) else "adamw"
+
+
+class Answer(NamedTuple):
+    """Hold the least machine time in seconds × devices (∞: none), jobs per pair, and the value of a job per class."""
+
+    machine_s: float
+    pairs: np.ndarray  # indices into the types' pairs
+    jobs: np.ndarray
+    prices: np.ndarray
+    proven_s: float
+
+
+def solve(instance: Instance, types: Types, C: float, whole: bool = False, nodes: int = 200) -> Answer:
+    """Solve the LP at C, or with `whole` the MILP with a whole number of programs of each type.
+
+    The MILP is cut at a number of nodes, never by the clock, so that the answer is the same on every machine.
+    """
+    from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+    from scipy.sparse import coo_matrix, vstack
+
+    counts = np.array([n for _, n in instance.counts], dtype=float)
+    slot_time = types.steps * types.slot_s[types.t]
+    room = C - types.setup[types.t] - types.scoring
+    most = np.floor((room / types.steps - types.t0[types.t]) / types.slot_s[types.t] * (1 + 1e-9))
+    most = np.minimum(most, types.limit[types.t])
+    kept = np.flatnonzero(most >= 1)
+    k, t = types.k[kept], types.t[kept]
+    if len(np.unique(k)) < len(counts):
+        return Answer(np.inf, kept, np.zeros(0), np.zeros(0), np.inf)
+    used = np.unique(t)
+    where = np.full(len(types.t0), -1)
+    where[used] = np.arange(len(used))
+    t = where[t]
+    T, P = len(used), len(kept)
+    degree, t0, setup = types.degree[used], types.t0[used], types.setup[used]
+    steps, work = types.steps[kept], slot_time[kept] + types.scoring[kept]
+    z, X, pair = np.arange(T), T + np.arange(T), np.arange(P)
+    y = 2 * T + pair
+    ones = np.ones(P)
+
+    def block(rows: int, *parts: tuple) -> coo_matrix:
+        r, c, v = (np.concatenate(column) for column in zip(*parts, strict=True))
+        return coo_matrix((v, (r, c)), shape=(rows, 2 * T + P))
+
+    upper = vstack(
+        [
+            block(T, (z, X, t0), (z, z, setup - C), (t, y, work)),
+            block(T, (z, X, -np.ones(T)), (t, y, steps / most[kept])),
+            block(P, (pair, y, steps / counts[k]), (pair, T + t, -ones)),
+            block(P, (pair, y, 1 / counts[k]), (pair, t, -ones)),
+        ]
+    ).tocsr()
+    cover = block(len(counts), (k, y, ones)).tocsr()
+    objective = np.concatenate([degree * instance.cost.compile_s, degree * t0, degree[t] * work])
+    if whole:
+        found = milp(
+            objective,
+            constraints=[LinearConstraint(upper, -np.inf, 0), LinearConstraint(cover, counts, counts)],
+            integrality=np.concatenate([np.ones(T), np.zeros(T + P)]),
+            bounds=Bounds(0, np.inf),
+            options={"node_limit": nodes, "mip_rel_gap": 2e-3},
+        )
+        if found.x is None:
+            return Answer(np.inf, kept, np.zeros(0), np.zeros(0), 0.0)
+        return Answer(found.fun, kept, found.x[2 * T :], np.zeros(0), found.mip_dual_bound)
+    found = linprog(
+        objective, A_ub=upper, b_ub=np.zeros(upper.shape[0]), A_eq=cover, b_eq=counts, method="highs"
+    )
+    if found.x is None:
+        return Answer(np.inf, kept, np.zeros(0), np.zeros(0), np.inf)
+    return Answer(found.fun, kept, found.x[2 * T :], found.eqlin.marginals, found.fun)
+
+
+def lp_bound(instance: Instance, types: Types, low: float) -> float:
+    """Return the least C at which V(C) ≤ G · (C − load), from below; `low` is a bound already known."""
+    G = instance.usable
+    load = min(instance.load_seconds(d) for d in instance.degrees)
+
+    def needed(C: float) -> float:
+        return solve(instance, types, C).machine_s / G + load
+
+    low_need = needed(low)
+    while not np.isfinite(low_need):
+        low *= 1.05
+        low_need = needed(low)
+    if low_need <= low:
+        return low
+    high = low_need  # enough, for V falls with C
+    while high - low > PRECISE * low:
+        middle = max(low + 0.1 * PRECISE * low, min(high - 0.4 * PRECISE * low, (low + high) / 2))
+        need = needed(middle)
+        if need > middle:
+            low, high = middle, min(high, need)
+        else:
+            high = middle
+    return low * (1 - SLACK)
+
+
+def degree_shares(instance: Instance, types: Types, answer: Answer) -> dict[int, float]:
+    """Return the share of an answer's machine time that each degree has."""
+    t = types.t[answer.pairs]
+    work = answer.jobs * types.steps[answer.pairs] * types.degree[t]
+    work *= types.slot_s[t] + types.t0[t] / types.limit[t]
+    return {d: float(work[types.degree[t] == d].sum() / work.sum()) for d in instance.degrees}
+
+
+def lines(instance: Instance, types: Types, answer: Answer) -> list[Counts]:
+    """Put all jobs in a line, type by type, in two orders: m or the rank bucket before the other."""
+    grouped = grouped_jobs(instance, types, answer)
+    out = []
+    for bucket_first in (False, True):
+
+        def key(t: int, bucket_first: bool = bucket_first) -> tuple:
+            need, m, degree = types.needs[t]
+            pair = (need.bucket, m) if bucket_first else (m, need.bucket)
+            return (-degree, need.S, need.S_max, *pair, t)
+
+        line = []
+        for t in sorted(grouped, key=key):
+            line += sorted(grouped[t], key=lambda item: (-instance.classes[item[0]].rows, item[0]))
+        out.append(tuple(line))
+    return out
+
+
+def grouped_jobs(instance: Instance, types: Types, answer: Answer) -> dict[int, Counts]:
+    """Round an answer to whole jobs: the classes and numbers of jobs of each type."""
+    of_class: dict[int, list[tuple[float, int]]] = {}
+    for pair, jobs in zip(answer.pairs, answer.jobs, strict=True):
+        if jobs > 1e-6:
+            of_class.setdefault(int(types.k[pair]), []).append((float(jobs), int(types.t[pair])))
+    out: dict[int, list[tuple[int, int]]] = {}
+    for k, parts in sorted(of_class.items()):
+        left = instance.counts[k][1]
+        parts.sort(key=lambda part: (-part[0], part[1]))
+        for n, (jobs, t) in enumerate(parts):
+            whole = left if n == len(parts) - 1 else min(left, round(jobs))
+            left -= whole
+            if whole:
+                out.setdefault(t, []).append((k, whole))
+    return {t: tuple(items) for t, items in out.items()}
