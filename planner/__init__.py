@@ -1,13 +1,18 @@
 """Plan which LoRA jobs train together, on which devices, in what order. Imports no JAX."""
 
-from planner.api import Options, make_plan
+from planner.api import Effort, Options, make_plan
+from planner.check import check_plan
 from planner.devices import Devices, DeviceSpec, cpu_device, devices
 from planner.errors import PlanError
+from planner.explain import explain_plan
+from planner.fit import fit_memory, fit_time, read_memory_points
 from planner.memory import MemoryModel, StepShape, step_memory
 from planner.plan import Assign, Pack, Plan
 from planner.render import render_plan
 from planner.signature import Signature, fits, signature_of
+from planner.simulate import World, asha_stops, expected_makespan, simulate
 from planner.specs import JobSpec, ModelShape, decoder_shape, rank_bucket
+from planner.svg import gantt_svg
 from planner.time import CostModel, StepCost, cost_model
 
 __all__ = [
@@ -15,6 +20,7 @@ __all__ = [
     "CostModel",
     "DeviceSpec",
     "Devices",
+    "Effort",
     "JobSpec",
     "MemoryModel",
     "ModelShape",
@@ -25,14 +31,24 @@ __all__ = [
     "Signature",
     "StepCost",
     "StepShape",
+    "World",
+    "asha_stops",
+    "check_plan",
     "cost_model",
     "cpu_device",
     "decoder_shape",
     "devices",
+    "expected_makespan",
+    "explain_plan",
+    "fit_memory",
+    "fit_time",
     "fits",
+    "gantt_svg",
     "make_plan",
     "rank_bucket",
+    "read_memory_points",
     "render_plan",
     "signature_of",
+    "simulate",
     "step_memory",
 ]

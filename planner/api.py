@@ -2,25 +2,53 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from planner.bound import lower_bound
+from planner.baselines import baselines
 from planner.build import build_plan
 from planner.devices import Devices
-from planner.greedy import greedy
+from planner.groups import makespan
+from planner.incumbent import repair
 from planner.instance import Instance
+from planner.ours import Effort, bounds, ours
+from planner.placed import Placed, place
 from planner.plan import Plan
+from planner.published import Published
 from planner.signature import POLICIES
+from planner.simulate import Stop, expected_makespan
 from planner.specs import JobSpec, ModelShape, check_jobs
-from planner.time import CostModel, cost_model
+from planner.time import CostModel
+from planner.time import cost_model as shipped_cost_model
+
+DTM_JOBS, DTM_DEVICES = 200, 16  # the published method is run as a baseline up to here
 
 
 @dataclass(frozen=True)
 class Options:
-    """Set what a plan may use: `max_slots` bounds J, `policies` the recompute policies."""
+    """Set what a plan may use and how long it is searched.
+
+    `max_slots` bounds J, `policies` the recompute policies. `effort` counts tries; None takes what a second
+    or so allows for the size. `wall_s` ends the search early, as a safety: such a plan says `truncated` and
+    may differ between machines. `early_stop` adds the expected makespan under stopping, simulated.
+    """
 
     max_slots: int = 256
     policies: tuple[str, ...] = POLICIES
+    effort: Effort | None = None
+    baselines: bool = True
+    published: bool = True
+    early_stop: Stop | None = None
+    wall_s: float = 600.0
+
+
+def default_effort(instance: Instance) -> Effort:
+    """Return how long to search: less for many devices or jobs, whose cuts are already near the bound."""
+    n = instance.n_jobs
+    if n <= 200:
+        return Effort(recuts=30, proposals=2_000)
+    if n <= 2_500:
+        return Effort(recuts=40, proposals=6_000)
+    return Effort(recuts=10, proposals=0)
 
 
 def make_plan(
@@ -31,23 +59,72 @@ def make_plan(
     precision: str = "bf16",
     cost_model: CostModel | None = None,
     options: Options | None = None,
+    incumbent: Plan | None = None,
 ) -> Plan:
-    """Plan the jobs on the devices for the least makespan.
+    """Plan the jobs on the devices for the least makespan; the best of all methods is returned.
+
+    `incumbent` is an earlier plan, for other jobs or devices perhaps: the new one is never slower than it
+    repaired.
 
     Raises:
         PlanError: no jobs, ids that clash, absurd values, or a base that no device group holds.
     """
     options = options or Options()
     kept, notes = check_jobs(list(jobs), shape)
-    cost = cost_model or shipped(devices)
+    cost = cost_model or shipped_cost_model(devices.spec)
     instance = Instance(kept, shape, devices, precision, cost, options.max_slots, options.policies)
     started = time.perf_counter()
-    bound, kind = lower_bound(instance)
-    solution = greedy(instance, bound)
-    seconds = time.perf_counter() - started
-    return build_plan(instance, solution, bound, kind, "greedy", planning_s=seconds, notes=tuple(notes))
+    bound, kind = bounds(instance)
+    start = repair(instance, incumbent) if incumbent else None
+    deadline = started + options.wall_s
+    effort = options.effort or default_effort(instance)
+    solution, method, truncated = ours(instance, bound, effort, start, deadline)
+    placed = place(instance, solution)
+    planning_s = time.perf_counter() - started
+    started = time.perf_counter()
+    seconds: dict[str, float | None] = {}
+    reasons: dict[str, str] = {}
+    if options.baselines:
+        seconds, placed, method = _with_baselines(instance, placed, method, options, reasons)
+    plan = build_plan(
+        instance,
+        placed,
+        bound,
+        kind,
+        method,
+        planning_s=planning_s,
+        baselines_s=time.perf_counter() - started,
+        truncated=truncated,
+        baselines=seconds,
+        reasons=reasons,
+        notes=tuple(notes),
+    )
+    if options.early_stop is None:
+        return plan
+    specs = {job.job_id: job for job in kept}
+    return replace(plan, expected_s=expected_makespan(plan, specs, options.early_stop))
 
 
-def shipped(devices: Devices) -> CostModel:
-    """Return the shipped cost model of a device type."""
-    return cost_model(devices.spec)
+def _with_baselines(
+    instance: Instance, placed: list[Placed], method: str, options: Options, reasons: dict[str, str]
+) -> tuple[dict[str, float | None], list[Placed], str]:
+    """Return every baseline's seconds, and the best placed packs of ours and all of them."""
+    seconds, solutions = baselines(instance)
+    best_s = max(item.end_s for item in placed)
+    for name, solution in sorted(solutions.items()):
+        if makespan(solution) < best_s:
+            placed, method, best_s = place(instance, solution), name, makespan(solution)
+    if instance.n_jobs > DTM_JOBS or instance.devices.count > DTM_DEVICES:
+        seconds["dtm_s"] = None
+        reasons["dtm_s"] = f"not run above {DTM_JOBS} jobs or {DTM_DEVICES} devices"
+    elif not options.published:
+        seconds["dtm_s"] = None
+        reasons["dtm_s"] = "not asked for"
+    else:
+        found = Published(instance).placed()
+        seconds["dtm_s"] = found[0] if found else None
+        if found is None:
+            reasons["dtm_s"] = "the published method found no packs that fit"
+        elif found[0] < best_s:
+            placed, method = found[1], "published"
+    return seconds, placed, method

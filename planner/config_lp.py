@@ -1,7 +1,8 @@
-"""The configuration LP: which programs to run, how much of each, and which jobs in them, if all could be cut freely.
+"""The configuration LP: which programs to run, how much of each, and which jobs in them, if all could be cut
+freely.
 
-A type τ is (length, rank bucket, m, degree d, policy). Per type: z_τ programs (each compiled, none longer than C),
-X_τ micro-steps over all of them; y_kτ jobs of class k run in it. The least machine time within C is
+A type τ is (length, rank bucket, m, degree d, policy). Per type: z_τ programs (each compiled, none longer
+than C), X_τ micro-steps over all of them; y_kτ jobs of class k run in it. The least machine time within C is
 
     V(C) = min Σ_τ d_τ (compile · z_τ + t0_τ · X_τ) + Σ_kτ d_τ · (s_kτ · slot_τ + scoring_kτ) · y_kτ
     Σ_τ y_kτ = n_k                                        every job runs
@@ -9,8 +10,8 @@ X_τ micro-steps over all of them; y_kτ jobs of class k run in it. The least ma
     Σ_k s_kτ y_kτ / J_kτ ≤ X_τ       J_kτ: the most slots beside job k, by memory and by ending within C
     s_kτ y_kτ / n_k ≤ X_τ,  y_kτ / n_k ≤ z_τ              a program that holds a class lasts as long as it
 
-and no plan within C exists unless V(C) ≤ G · (C − load). V falls with C, so the least such C is a lower bound. As an
-MILP (z whole) the same model says how to group the jobs; its duals value a job, never its rank.
+and no plan within C exists unless V(C) ≤ G · (C − load). V falls with C, so the least such C is a lower
+bound. As an MILP (z whole) the same model says how to group the jobs; its duals value a job, never its rank.
 """
 
 from typing import NamedTuple
@@ -45,7 +46,8 @@ def make_types(instance: Instance) -> Types:
     own = [instance.need(((k, 1),)) for k in K]
     lengths = sorted({(need.S, need.S_max) for need in own})
     buckets = sorted({need.bucket for need in own})
-    rows, pairs = [], []
+    rows: list[tuple[Need, int, int, float, float, int, float]] = []
+    pairs: list[tuple[int, int, int, float]] = []
     for S, S_max in lengths:
         inside = [k for k in K if own[k].S <= S and own[k].S_max <= S_max]
         for bucket in buckets:
@@ -63,11 +65,21 @@ def make_types(instance: Instance) -> Types:
                             (k, len(rows), instance.steps(k, m), instance.eval_seconds(d, k)) for k in members
                         ]
                         rows.append((need, m, d, t0, slot_s, limit, setup))
-    columns = list(zip(*rows, strict=True))
-    k, t, steps, scoring = (np.array(column) for column in zip(*pairs, strict=True))
-    degree, t0, slot_s, limit, setup = (np.array(column, dtype=float) for column in columns[2:])
-    needs = list(zip(columns[0], columns[1], columns[2], strict=True))
-    return Types(needs, degree, t0, slot_s, limit, setup, k, t, steps.astype(float), scoring)
+    numbers = np.array([row[2:] for row in rows], dtype=float).T  # degree, t0, seconds a slot, limit, set-up
+    k, t, steps, scoring = np.array(pairs, dtype=float).T
+    degree, t0, slot_s, limit, setup = numbers
+    return Types(
+        [row[:3] for row in rows],
+        degree,
+        t0,
+        slot_s,
+        limit,
+        setup,
+        k.astype(int),
+        t.astype(int),
+        steps,
+        scoring,
+    )
 
 
 def _least_targets(instance: Instance, served: list[int]) -> frozenset[str] | None:
@@ -87,7 +99,9 @@ def _least_optimizer(instance: Instance, members: list[int]) -> str:
 
 
 class Answer(NamedTuple):
-    """Hold the least machine time in seconds × devices (∞: none), jobs per pair, and the value of a job per class."""
+    """Hold the least machine time in seconds × devices (∞: none), jobs per pair, and the value of a job per
+    class.
+    """
 
     machine_s: float
     pairs: np.ndarray  # indices into the types' pairs

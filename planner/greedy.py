@@ -17,7 +17,7 @@ MIXED_JOBS = 200  # the longest line on which mixtures of degrees are searched
 
 
 class Line:
-    """Hold the jobs in one order: (class, count) items, addressed by position; a class may come more than once."""
+    """Hold the jobs in one order: (class, count) items, addressed by position; a class may come again."""
 
     def __init__(self, instance: Instance, items: Counts) -> None:
         self.instance = instance
@@ -25,7 +25,9 @@ class Line:
         self.ends = list(accumulate(n for _, n in items))
         self.n = self.ends[-1]
         starts = [0, *self.ends[:-1]]
-        self.class_at = [i for i, (a, b) in enumerate(zip(starts, self.ends, strict=True)) for _ in range(b - a)]
+        self.class_at = [
+            i for i, (a, b) in enumerate(zip(starts, self.ends, strict=True)) for _ in range(b - a)
+        ]
 
     def items(self, i: int, j: int) -> Counts:
         """Return the jobs at positions i to j as counts, in the line's order."""
@@ -80,7 +82,8 @@ def orders(instance: Instance) -> list[Counts]:
 
 
 def patterns(instance: Instance, shares: dict[int, float] | None = None) -> list[tuple[int, ...]]:
-    """Return the lists of group degrees to try: as many of one degree as there are devices for, smaller ones after.
+    """Return the lists of group degrees to try: as many of one degree as there are devices for, smaller ones
+    after.
 
     `shares` of machine time by degree, from the configuration LP, make one more.
     """
@@ -100,8 +103,7 @@ def patterns(instance: Instance, shares: dict[int, float] | None = None) -> list
     found = [fill([d] * (count // d)) for d in degrees]
     for d, share in (shares or {}).items():
         if 0.02 < share < 0.98:
-            smaller = degrees[0] if d > degrees[0] else degrees[0]
-            found.append(fill([d] * round(share * count / d) + [smaller] * (count // smaller)))
+            found.append(fill([d] * round(share * count / d) + [degrees[0]] * (count // degrees[0])))
     return list(dict.fromkeys(found))
 
 
@@ -172,7 +174,9 @@ def best_cut(
     low: float,
     tried: list[tuple[int, ...]] | None = None,
 ) -> Solution | None:
-    """Return the best of `best` and the cuts of one line: each pattern, and any mixture where the line is short."""
+    """Return the best of `best` and the cuts of one line: each pattern, and any mixture where the line is
+    short.
+    """
     line = Line(instance, items)
     attempts: list[Callable[[float], Solution | None]] = [
         lambda C, pattern=pattern: cut(line, pattern, C)  # type: ignore[misc]
@@ -191,11 +195,14 @@ def greedy(instance: Instance, low: float = 0.0) -> Solution:
     """Return the best cut over orders and patterns; `low` is a lower bound on the makespan.
 
     Raises:
-        PlanError: no pattern of groups takes every job, such as too few devices for the jobs that need a large group.
+        PlanError: no pattern of groups takes every job, such as too few devices for the jobs that need a
+        large group.
     """
     best: Solution | None = None
     for items in orders(instance):
         best = best_cut(instance, items, best, low)
     if best is None:
-        raise PlanError("no division of the devices into groups holds every job; use more devices or fewer degrees")
+        raise PlanError(
+            "no division of the devices into groups holds every job; use more devices or fewer degrees"
+        )
     return best

@@ -98,9 +98,10 @@ class Instance:
         spec, count, top = self.devices.spec, self.devices.count, self.devices.degrees[-1]
         worst = max(range(len(self.classes)), key=lambda k: self.least_memory(k, 1, self.precision))
         job = self.classes[worst]
+        need = self.least_memory(worst, top, self.precision) / 2**30
         head = (
             f"{self.shape.name} in {self.precision} with job {job.job_id} (rank {job.rank}, "
-            f"{job.max_row_tokens} tokens) needs {self.least_memory(worst, top, self.precision) / 2**30:.1f} GiB "
+            f"{job.max_row_tokens} tokens) needs {need:.1f} GiB "
             f"on each of {top} {spec.name}, which may use {self.limit / 2**30:.1f} GiB"
         )
         advice = []
@@ -166,7 +167,9 @@ class Instance:
         return min(self.cache[key], self.max_slots)
 
     def programs(self, degree: int, need: Need) -> list[tuple[int, list[tuple[float, float, int, str]]]]:
-        """List what may serve a need: for each m, (t0, seconds a slot adds, most slots, policy), none dominated."""
+        """List what may serve a need: for each m, (t0, seconds a slot adds, most slots, policy), none
+        dominated.
+        """
         key = ("programs", degree, need)
         if key not in self.cache:
             out = []
@@ -179,7 +182,7 @@ class Instance:
                     rows.append((cost.t0, slot, limit, policy))
                 rows = [
                     row for i, row in enumerate(rows)
-                    if row[2] and not any(_dominates(other, row, j < i) for j, other in enumerate(rows) if j != i)
+                    if row[2] and not any(_dominates(b, row, j < i) for j, b in enumerate(rows) if j != i)
                 ]  # fmt: skip
                 if rows:
                     out.append((m, rows))

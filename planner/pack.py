@@ -79,7 +79,8 @@ def _exact_layout(
 
 
 def pack_steps(instance: Instance, tally: tuple[tuple[int, int], ...], J: int) -> int:
-    """Return the micro-steps of a pack of J slots for jobs given as ((micro-steps, how many), …), longest first.
+    """Return the micro-steps of a pack of J slots for jobs given as ((micro-steps, how many), …), longest
+    first.
 
     The same as `lay_out`, without the layout.
     """
@@ -100,12 +101,16 @@ def pack_steps(instance: Instance, tally: tuple[tuple[int, int], ...], J: int) -
 
 
 def slot_counts(tally: tuple[tuple[int, int], ...], N: int, work: int, limit: int) -> list[int]:
-    """Return the numbers of slots worth trying for jobs given as ((micro-steps, how many), …), at most `limit`.
+    """Return the numbers of slots worth trying for jobs given as ((micro-steps, how many), …), at most
+    `limit`.
 
-    Equal jobs run in waves: the least J for each small number of waves (waves evened out). Unequal ones: about as
-    many slots as the longest job's length leaves work for, since beyond it slots only idle.
+    Equal jobs run in waves: the least J for each small number of waves (waves evened out). Unequal ones:
+    about as many slots as the longest job's length leaves work for, since beyond it slots only idle. Few
+    jobs: all.
     """
     top = min(N, limit)
+    if N <= EXACT_JOBS:
+        return list(range(top, 0, -1))
     if len(tally) == 1:
         waves = -(-N // top)
         return [-(-N // w) for w in range(waves, min(waves + 3, N + 1))]
@@ -116,7 +121,8 @@ def slot_counts(tally: tuple[tuple[int, int], ...], N: int, work: int, limit: in
 def choose_pack(instance: Instance, counts: Counts, degree: int) -> Choice | None:
     """Choose m, J and policy for the least time of one pack; None where it fits in no way.
 
-    Of equal times the fewest slots win, which leaves memory free. m runs over the divisors of every batch size.
+    Of equal times the fewest slots win, which leaves memory free. m runs over the divisors of every batch
+    size.
     """
     key = (counts, degree)
     if key in instance.packs:
@@ -145,9 +151,20 @@ def choose_pack(instance: Instance, counts: Counts, degree: int) -> Choice | Non
     choice = None
     if best is not None:
         m, J, policy, steps, step_s = best
+        policy = _thriftiest(instance, degree, m, J, policy, need)
         choice = Choice(counts, degree, m, J, policy, need, steps, step_s, least + scoring)
     instance.packs[key] = choice
     return choice
+
+
+def _thriftiest(instance: Instance, degree: int, m: int, J: int, policy: str, need: Need) -> str:
+    """Return the policy that recomputes least among those that cost no more than the one chosen and fit."""
+    cost = instance.step_cost(degree, policy, need)
+    for other in instance.policies:
+        same = instance.step_cost(degree, other, need) == cost
+        if same and instance.slot_limit(degree, m, other, need) >= J:
+            return other
+    return policy
 
 
 def group_seconds(instance: Instance, packs: list[Choice]) -> float:

@@ -11,14 +11,13 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Assign:
-    """Place one job in a slot for a span of seconds from the start of the plan; its scoring is inside the
-    span.
-    """
+    """Place one job in a slot from start to end (seconds since the plan's start); scoring ends the span."""
 
     job_id: str
     slot: int
     start_s: float
     end_s: float
+    scoring_s: float
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,9 @@ def pooled_line(instance: Instance, pooled: Counts, rng: random.Random) -> Count
 
 
 def recut(instance: Instance, solution: Solution, rounds: int, seed: int = 0, goal: float = 0.0) -> Solution:
-    """Return a solution no slower: each round re-cuts the slowest group with one or two others, if that helps both."""
+    """Return a solution no slower: each round re-cuts the slowest group with one or two others, if that helps
+    both.
+    """
     rng = random.Random(seed)
     groups = sorted(solution, key=lambda g: -g.seconds)
     free = instance.devices.count - sum(group.degree for group in groups)

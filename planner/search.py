@@ -1,8 +1,8 @@
 """Local search: move, swap, split and merge packs of jobs between device groups, accepting by annealing.
 
-What falls is E = (Σ_g t_g^P / g)^(1/P): near the makespan for large P, yet work saved on any group counts, since
-it makes room. The random numbers are seeded and the number of proposals is fixed by the size of the problem, so
-the same input gives the same plan.
+What falls is E = (Σ_g t_g^P / g)^(1/P): near the makespan for large P, yet work saved on any group counts,
+since it makes room. The random numbers are seeded and the number of proposals is fixed by the size of the
+problem, so the same input gives the same plan.
 """
 
 import math
@@ -44,7 +44,7 @@ class State:
 
     def try_parts(self, parts: Parts) -> tuple[float, dict[int, float]]:
         """Return the sum of terms if some groups had other packs, and those groups' seconds."""
-        seconds = {g: group_seconds(self.instance, packs) for g, packs in parts.items()}
+        seconds = {g: group_seconds(self.instance, list(packs)) for g, packs in parts.items()}
         change = sum(self.term(s) - self.term(self.seconds[g]) for g, s in seconds.items())
         return self.energy_sum + change, seconds
 
@@ -211,7 +211,12 @@ class Proposer:
 
 
 def improve(
-    instance: Instance, solution: Solution, proposals: int, seed: int = 0, heat: float = 0.004, goal: float = 0.0
+    instance: Instance,
+    solution: Solution,
+    proposals: int,
+    seed: int = 0,
+    heat: float = 0.004,
+    goal: float = 0.0,
 ) -> Solution:
     """Return the best solution met in a number of proposals; stop early at a makespan of `goal`.
 

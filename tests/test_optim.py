@@ -57,7 +57,12 @@ def test_adamw_equals_float64(fields):
 
 def test_sgd_with_momentum_adds_decay_to_the_gradient():
     job = Job(
-        optimizer="sgd", learning_rate=0.1, momentum=0.9, weight_decay=0.2, max_grad_norm=0, scheduler="constant"
+        optimizer="sgd",
+        learning_rate=0.1,
+        momentum=0.9,
+        weight_decay=0.2,
+        max_grad_norm=0,
+        scheduler="constant",
     )
     p, velocity = START.copy(), np.zeros_like(START)
     for got, g in zip(run(job, GRADS, START), GRADS, strict=True):

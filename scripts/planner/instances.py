@@ -43,7 +43,9 @@ def random_instance(seed: int) -> tuple[list[JobSpec], ModelShape, Devices]:
     sets = []
     for s in range(rng.randint(1, 3)):
         mean = round(2 ** rng.uniform(6, 10))
-        sets.append((f"set{s}", float(mean), min(1024, round(mean * rng.uniform(1.0, 2.0))), rng.randint(500, 10_000)))
+        sets.append(
+            (f"set{s}", float(mean), min(1024, round(mean * rng.uniform(1.0, 2.0))), rng.randint(500, 10_000))
+        )
     epochs = rng.choice(((1,), (1, 2), (1, 2, 3)))
     batches = rng.choice(((1, 2, 4, 8, 16, 32), (1, 2, 4), (8, 16), (4, 8, 12)))
     ranks = rng.choice((RANKS, (8, 16), (32,), (8, 64)))

@@ -1,0 +1,169 @@
+"""A second opinion on a plan: every number recomputed from the jobs, by code that shares nothing with the
+planner.
+
+Only data classes (jobs, shape, plan, cost model) are read. Formulas are written out anew in plain loops; the
+configuration LP is built as text-book constraints in cvxpy and solved at the claimed bound.
+"""
+
+import math
+from itertools import pairwise
+
+from planner.check_bound import can_finish
+from planner.check_models import coefficients, pack_bytes, union
+from planner.devices import Devices
+from planner.plan import Pack, Plan
+from planner.specs import JobSpec, ModelShape
+from planner.time import CostModel
+
+TOLERANCE = 1e-6
+
+
+def check_plan(
+    plan: Plan,
+    jobs: list[JobSpec],
+    shape: ModelShape,
+    devices: Devices,
+    cost: CostModel,
+    *,
+    bound: bool = True,
+) -> list[str]:
+    """Return what is wrong with a plan, one sentence each; an empty list when nothing is.
+
+    Checks: every job once; slots and devices never double-booked; each job fits its pack's program; step
+    time, micro-steps, spans and makespan; memory against prediction and limit; with `bound`, that no plan
+    could finish 0.2 % sooner than the claimed lower bound by the argument that the plan names.
+    """
+    spec = {job.job_id: job for job in jobs}
+    faults = _once(plan, spec) + _devices(plan, devices)
+    for n, pack in enumerate(plan.packs):
+        here = [spec[job_id] for job_id in pack.jobs if job_id in spec]
+        faults += [f"pack {n}: {fault}" for fault in _program(pack, here)]
+        faults += [f"pack {n}: {fault}" for fault in _times(pack, spec, shape, plan.precision, cost)]
+        faults += [f"pack {n}: {fault}" for fault in _memory(pack, here, shape, plan, devices, cost)]
+    last = max((a.end_s for pack in plan.packs for a in pack.assign), default=0.0)
+    if not math.isclose(last, plan.makespan_s, rel_tol=TOLERANCE):
+        faults.append(f"the last job ends at {last}, the plan says {plan.makespan_s}")
+    if plan.lower_bound_s > plan.makespan_s * (1 + TOLERANCE):
+        faults.append(f"the lower bound {plan.lower_bound_s} is above the makespan {plan.makespan_s}")
+    if bound and not faults:
+        faults += _bound(plan, jobs, shape, devices, cost)
+    return faults
+
+
+def _once(plan: Plan, spec: dict[str, JobSpec]) -> list[str]:
+    given = [a.job_id for pack in plan.packs for a in pack.assign]
+    faults = [f"job {job} is planned {given.count(job)} times" for job in spec if given.count(job) != 1]
+    return faults + [f"job {job} was never asked for" for job in set(given) - set(spec)]
+
+
+def _overlap(spans: list[tuple[float, float]]) -> bool:
+    spans = sorted(spans)
+    return any(b[0] < a[1] - TOLERANCE * max(1.0, a[1]) for a, b in pairwise(spans))
+
+
+def _devices(plan: Plan, devices: Devices) -> list[str]:
+    faults = []
+    for device in range(devices.count):
+        if _overlap([(pack.start_s, pack.end_s) for pack in plan.packs if device in pack.devices]):
+            faults.append(f"device {device} runs two packs at one time")
+    for n, pack in enumerate(plan.packs):
+        if len(set(pack.devices)) != pack.degree or not set(pack.devices) <= set(range(devices.count)):
+            faults.append(f"pack {n} of degree {pack.degree} is on devices {pack.devices}")
+        node = devices.spec.node_size
+        if len({device // node for device in pack.devices}) > 1:
+            faults.append(f"pack {n} straddles hosts of {node} devices")
+        for slot in range(len(pack.slots)):
+            if _overlap([(a.start_s, a.end_s) for a in pack.assign if a.slot == slot]):
+                faults.append(f"pack {n} slot {slot} holds two jobs at one time")
+        if any(not 0 <= a.slot < len(pack.slots) for a in pack.assign):
+            faults.append(f"pack {n} uses a slot it does not have")
+    return faults
+
+
+def _program(pack: Pack, jobs: list[JobSpec]) -> list[str]:
+    faults = []
+    for job in jobs:
+        if job.batch_size % pack.m:
+            faults.append(f"m {pack.m} does not divide batch size {job.batch_size} of {job.job_id}")
+        if job.rank > min(pack.slots):
+            faults.append(f"rank {job.rank} of {job.job_id} exceeds the slot's {min(pack.slots)}")
+        if job.max_row_tokens > max(pack.length_buckets):
+            faults.append(f"rows of {job.job_id} are longer than {max(pack.length_buckets)}")
+    return faults
+
+
+def _times(
+    pack: Pack, spec: dict[str, JobSpec], shape: ModelShape, precision: str, cost: CostModel
+) -> list[str]:
+    faults = []
+    here = [spec[job_id] for job_id in pack.jobs if job_id in spec]
+    S = max(job.row_tokens for job in here) * (1 + cost.padding)
+    if len({job.data for job in here}) > 1:
+        longest = max(-(-job.max_row_tokens // 8) * 8 for job in here)
+        S = max(S, min(S * (1 + cost.mixed_padding), longest))
+    t0, token, rank_s, rank_token_s = coefficients(
+        shape, cost, pack.degree, pack.policy, precision, S, union(here)
+    )
+    step = t0
+    for bucket in pack.slots:
+        step += token * pack.m * S + bucket * (rank_s + rank_token_s * pack.m * S)
+    if not math.isclose(step, pack.step_s, rel_tol=TOLERANCE):
+        faults.append(f"a step takes {step} s, the plan says {pack.step_s}")
+    longest_slot = 0
+    for slot in range(len(pack.slots)):
+        held = [spec[a.job_id] for a in pack.assign if a.slot == slot and a.job_id in spec]
+        longest_slot = max(longest_slot, sum(math.ceil(job.rows / pack.m) for job in held))
+    if longest_slot != pack.steps:
+        faults.append(f"its fullest slot needs {longest_slot} steps, the plan says {pack.steps}")
+    scoring = 0.0
+    for job in here:
+        _, c, _, _ = coefficients(shape, cost, pack.degree, "none", precision, job.row_tokens, job.targets)
+        scoring += cost.export_s + c * job.eval_tokens / 2
+    end = pack.start_s + pack.setup_s + longest_slot * step + scoring
+    if not math.isclose(end, pack.end_s, rel_tol=TOLERANCE):
+        faults.append(f"it ends at {end} s, the plan says {pack.end_s}")
+    if any(
+        a.start_s < pack.start_s + pack.setup_s - TOLERANCE or a.end_s > end * (1 + TOLERANCE)
+        for a in pack.assign
+    ):
+        faults.append("a job lies outside its pack's time")
+    for a in pack.assign:
+        own = math.ceil(spec[a.job_id].rows / pack.m) * step if a.job_id in spec else 0.0
+        if a.end_s - a.start_s < own * (1 - TOLERANCE):
+            faults.append(f"job {a.job_id} has {a.end_s - a.start_s} s for {own} s of steps")
+    return faults
+
+
+def _memory(
+    pack: Pack, jobs: list[JobSpec], shape: ModelShape, plan: Plan, devices: Devices, cost: CostModel
+) -> list[str]:
+    adamw = any(job.optimizer == "adamw" for job in jobs)
+    longest = max(pack.length_buckets)
+    total = pack_bytes(
+        shape,
+        cost,
+        devices,
+        plan.precision,
+        pack.degree,
+        pack.slots,
+        pack.m,
+        longest,
+        pack.policy,
+        adamw,
+        union(jobs),
+    )
+    faults = []
+    if not math.isclose(total, pack.memory_bytes, rel_tol=1e-5):
+        faults.append(f"it needs {total:.0f} bytes, the plan says {pack.memory_bytes}")
+    if total > devices.spec.memory_bytes * devices.spec.usable * (1 + TOLERANCE):
+        faults.append(f"it needs {total:.0f} bytes, more than a device may use")
+    return faults
+
+
+def _bound(
+    plan: Plan, jobs: list[JobSpec], shape: ModelShape, devices: Devices, cost: CostModel
+) -> list[str]:
+    sooner = plan.lower_bound_s * (1 - 2e-3)
+    if can_finish(plan, jobs, shape, devices, cost, sooner):
+        return [f"the bound {plan.lower_bound_s} ({plan.bound}) does not hold: {sooner} is not ruled out"]
+    return []

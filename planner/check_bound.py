@@ -1,0 +1,227 @@
+"""The bound's second opinion: "could all jobs finish within C?", asked anew with cvxpy, one mode at a time.
+
+A mode is (length, rank bucket, m, degree, policy). The model allows more than any plan (jobs may be cut,
+machines are interchangeable, programs fractional); if even that is impossible within C, then C is a lower
+bound.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from planner.check_models import WEIGHT_BYTES, coefficients, layer_params, pack_bytes
+from planner.devices import Devices
+from planner.plan import Plan
+from planner.specs import JobSpec, ModelShape
+from planner.time import CostModel
+
+Way = tuple[int, int, float]  # micro-steps, most slots beside the job, scoring seconds
+
+
+class _Mode(NamedTuple):
+    S: float
+    S_max: int
+    bucket: int
+    m: int
+    degree: int
+    t0: float
+    slot_s: float
+    slots: int
+    setup: float
+
+
+Ways = list[tuple[_Mode, Way]]
+
+
+def can_finish(
+    plan: Plan, jobs: list[JobSpec], shape: ModelShape, devices: Devices, cost: CostModel, C: float
+) -> bool:
+    """Say whether none of the three arguments rules out that all jobs finish within C seconds."""
+    kinds: dict[tuple, list[JobSpec]] = {}
+    for job in jobs:
+        kinds.setdefault(
+            (
+                job.row_tokens,
+                job.max_row_tokens,
+                _bucket(job.rank),
+                job.batch_size,
+                job.rows,
+                job.eval_tokens,
+            ),
+            [],
+        ).append(job)
+    groups = list(kinds.values())
+    modes = _modes([group[0] for group in groups], plan.precision, shape, devices, cost)
+    ways = [
+        [(mode, way) for mode in modes if (way := _way(group[0], mode, cost, shape, plan, C))]
+        for group in groups
+    ]
+    if any(not options for options in ways):
+        return False  # some job alone is too long
+    smallest = min(mode.degree for mode in modes)
+    G = devices.count // smallest * smallest
+    if not _counts_fit(groups, ways, modes, G, C):
+        return False
+    load = min(mode.setup for mode in modes) - cost.compile_s
+    return _machine_time(groups, ways, cost, C) <= G * (C - load) * (1 + 1e-7)
+
+
+def _bucket(rank: int) -> int:
+    return next((b for b in (8, 16, 32, 64, 128, 256) if rank <= b), -(-rank // 256) * 256)
+
+
+def _modes(
+    jobs: list[JobSpec], precision: str, shape: ModelShape, devices: Devices, cost: CostModel
+) -> list[_Mode]:
+    lengths = {(job.row_tokens * (1 + cost.padding), -(-job.max_row_tokens // 8) * 8) for job in jobs}
+    rows = {m for job in jobs for m in range(1, job.batch_size + 1) if job.batch_size % m == 0}
+    targets = min((job.targets for job in jobs if job.targets is not None), key=len, default=None)
+    optimizer = "sgd" if any(job.optimizer == "sgd" for job in jobs) else "adamw"
+    weights = layer_params(shape) * WEIGHT_BYTES[precision] + shape.embedding_params * 2
+    out = []
+    for S, S_max in lengths:
+        for bucket in {_bucket(job.rank) for job in jobs}:
+            for m in rows:
+                for degree in devices.degrees:
+                    setup = cost.load_s + weights / degree / cost.load_bytes_s + cost.compile_s
+                    for policy in cost.recompute:
+                        slots = _most_slots(
+                            shape,
+                            cost,
+                            devices,
+                            precision,
+                            degree,
+                            m,
+                            S_max,
+                            bucket,
+                            policy,
+                            optimizer,
+                            targets,
+                        )
+                        if not slots:
+                            continue
+                        t0, c, a0, a1 = coefficients(shape, cost, degree, policy, precision, S, targets)
+                        slot = c * m * S + bucket * (a0 + a1 * m * S)
+                        out.append(_Mode(S, S_max, bucket, m, degree, t0, slot, slots, setup))
+    return out
+
+
+def _most_slots(
+    shape: ModelShape,
+    cost: CostModel,
+    devices: Devices,
+    precision: str,
+    degree: int,
+    m: int,
+    S_max: int,
+    bucket: int,
+    policy: str,
+    optimizer: str,
+    targets: frozenset[str] | None,
+) -> int:
+    """Return the most slots that fit, by trying J with the checker's own memory formula."""
+    limit = devices.spec.memory_bytes * devices.spec.usable
+
+    def fits(J: int) -> bool:
+        need = pack_bytes(
+            shape,
+            cost,
+            devices,
+            precision,
+            degree,
+            [bucket] * J,
+            m,
+            S_max,
+            policy,
+            optimizer == "adamw",
+            targets,
+        )
+        return need <= limit
+
+    low, high = 0, 256
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def _way(job: JobSpec, mode: _Mode, cost: CostModel, shape: ModelShape, plan: Plan, C: float) -> Way | None:
+    """Return (micro-steps, most slots beside it, scoring seconds) of a job in a mode, or None where it cannot
+    be.
+    """
+    length = -(-job.max_row_tokens // 8) * 8
+    if job.batch_size % mode.m or _bucket(job.rank) > mode.bucket or length > mode.S_max:
+        return None
+    if job.row_tokens * (1 + cost.padding) > mode.S:
+        return None
+    steps = math.ceil(job.rows / mode.m)
+    _, c, _, _ = coefficients(shape, cost, mode.degree, "none", plan.precision, job.row_tokens, job.targets)
+    scoring = cost.export_s + c * job.eval_tokens / 2
+    most = min(mode.slots, math.floor(((C - mode.setup - scoring) / steps - mode.t0) / mode.slot_s + 1e-9))
+    return (steps, most, scoring) if most >= 1 else None
+
+
+def _counts_fit(groups: list[list[JobSpec]], ways: list[Ways], modes: list[_Mode], G: int, C: float) -> bool:
+    """Say whether groups of devices can hold the heaviest h jobs for every h, whole jobs only."""
+    degrees = sorted({mode.degree for mode in modes})
+    least: dict[int, list[float]] = {d: [] for d in degrees}
+    for options in ways:
+        for d in degrees:
+            times = [
+                steps * (mode.t0 / most + mode.slot_s) + scoring
+                for mode, (steps, most, scoring) in options
+                if mode.degree == d
+            ]
+            least[d].append(min(times, default=math.inf))
+    order = sorted(range(len(groups)), key=lambda k: -min(d * least[d][k] for d in degrees))
+    for h in range(1, len(order) + 1):
+        heavy = order[:h]
+        holds = [0] * (G + 1)
+        for g in range(1, G + 1):
+            holds[g] = holds[g - 1]
+            for d in degrees:
+                lightest = min(least[d][k] for k in heavy)
+                setup = min(mode.setup for mode in modes if mode.degree == d)
+                if d <= g and lightest < math.inf and setup < C:
+                    holds[g] = max(holds[g], holds[g - d] + math.floor((C - setup) / lightest + 1e-9))
+        if sum(len(groups[k]) for k in heavy) > holds[G]:
+            return False
+    return True
+
+
+def _machine_time(groups: list[list[JobSpec]], ways: list[Ways], cost: CostModel, C: float) -> float:
+    """Return the least device-seconds of programs that run every job within C, by a linear program."""
+    import cvxpy as cp
+    from scipy.sparse import csr_matrix
+
+    modes = sorted({mode for options in ways for mode, _ in options})
+    at = {mode: i for i, mode in enumerate(modes)}
+    pairs = [(k, at[mode], way) for k, options in enumerate(ways) for mode, way in options]
+    of_class, of_mode = [k for k, _, _ in pairs], [i for _, i, _ in pairs]
+    programs, steps = cp.Variable(len(modes), nonneg=True), cp.Variable(len(modes), nonneg=True)
+    jobs = cp.Variable(len(pairs), nonneg=True)
+
+    def sums(values: list[float], rows: list[int], n: int) -> csr_matrix:
+        return csr_matrix((values, (rows, range(len(pairs)))), shape=(n, len(pairs)))
+
+    work = sums([way[0] * modes[i].slot_s + way[2] for _, i, way in pairs], of_mode, len(modes))
+    share = sums([way[0] / way[1] for _, _, way in pairs], of_mode, len(modes))
+    cover = sums([1.0] * len(pairs), of_class, len(groups))
+    mine = csr_matrix((np.ones(len(pairs)), (range(len(pairs)), of_mode)), shape=(len(pairs), len(modes)))
+    n = np.array([len(groups[k]) for k in of_class], dtype=float)
+    own_steps = np.array([way[0] for _, _, way in pairs], dtype=float)
+    degree = np.array([mode.degree for mode in modes], dtype=float)
+    busy = cp.multiply(np.array([mode.t0 for mode in modes]), steps) + work @ jobs
+    problem = cp.Problem(
+        cp.Minimize(degree @ (cost.compile_s * programs + busy)),
+        [
+            cover @ jobs == np.array([float(len(group)) for group in groups]),
+            busy <= cp.multiply(np.array([C - mode.setup for mode in modes]), programs),
+            share @ jobs <= steps,
+            cp.multiply(own_steps / n, jobs) <= mine @ steps,
+            cp.multiply(1 / n, jobs) <= mine @ programs,
+        ],
+    )
+    problem.solve(solver=cp.HIGHS, log_to_console=False)
+    return float(problem.value) if problem.value is not None else math.inf

@@ -1,0 +1,106 @@
+"""Step time and memory written out a second time, for the checker alone; see planner/time.py and
+planner/memory.py.
+"""
+
+import math
+from collections.abc import Sequence
+
+from planner.devices import Devices
+from planner.specs import JobSpec, ModelShape
+from planner.time import CostModel
+
+WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1.03, "fp8": 1.03, "nf4": 0.56}
+
+
+def union(jobs: list[JobSpec]) -> frozenset[str] | None:
+    """Return the sites any job adapts; None: all."""
+    names: set[str] = set()
+    for job in jobs:
+        if job.targets is None:
+            return None
+        names.update(job.targets)
+    return frozenset(names)
+
+
+def params_per_rank(shape: ModelShape, targets: frozenset[str] | None) -> int:
+    """Count an adapter's parameters for each unit of rank."""
+    total = 0
+    for name, d_in, d_out in shape.sites:
+        if targets is None or name in targets:
+            total += d_in + d_out
+    return shape.n_layers * total
+
+
+def layer_params(shape: ModelShape) -> int:
+    """Count the parameters that are neither embedding nor head."""
+    return shape.n_params - shape.vocab_size * shape.d_model * (1 if shape.tied else 2)
+
+
+def coefficients(
+    shape: ModelShape,
+    cost: CostModel,
+    degree: int,
+    policy: str,
+    precision: str,
+    S: float,
+    targets: frozenset[str] | None,
+) -> tuple[float, float, float, float]:
+    """Return (t0, seconds a token, seconds a rank, seconds a rank and token) of a step."""
+    key = f"{shape.name}/{degree}/{policy}/{precision}"
+    if key in cost.fitted:
+        t0, c, a0, a1 = cost.fitted[key]
+        return t0, c, a0, a1
+    wide = 4 if precision == "fp32" else 2
+    fast = degree * cost.scaling[str(degree)]
+    flop = 4 * (layer_params(shape) + shape.vocab_size * shape.d_model)
+    attention = 6 * shape.n_layers * shape.n_heads * shape.head_dim * S / (cost.attention_flops or cost.flops)
+    token = (
+        flop * cost.recompute[policy] / cost.precision.get(precision, 1.0) / cost.flops + attention
+    ) / fast
+    read = 2 * layer_params(shape) * max(WEIGHT_BYTES[precision], wide / 2) / cost.bandwidth / degree
+    fixed = cost.step_s + shape.n_layers * cost.layer_s * (1 + 0.25 * math.log2(degree)) + read
+    p = params_per_rank(shape, targets)
+    return fixed, token, p * (32 + 3 * wide) / cost.bandwidth / degree, 6 * p / cost.adapter_flops / fast
+
+
+def pack_bytes(
+    shape: ModelShape,
+    cost: CostModel,
+    devices: Devices,
+    precision: str,
+    degree: int,
+    slots: Sequence[int],
+    m: int,
+    S: int,
+    policy: str,
+    adamw: bool,
+    targets: frozenset[str] | None,
+) -> float:
+    """Return the bytes a device needs for a step with slots of the given rank buckets."""
+    wide = 4 if precision == "fp32" else 2
+    factor = cost.memory
+    tokens = len(slots) * m * S / degree
+    query = shape.n_heads * shape.head_dim
+    key_value = 2 * shape.n_kv_heads * shape.head_dim
+    everything = 7 * shape.d_model + 5 * shape.d_ff + 2 * query + key_value
+    products = 3 * shape.d_model + 2 * shape.d_ff + query + key_value
+    kept = {"layer": shape.d_model, "dots": products, "none": everything}[policy]
+    layers = layer_params(shape)
+    weights = layers * WEIGHT_BYTES[precision] + (shape.n_params - layers) * wide
+    one = layers / shape.n_layers * wide
+    whole = weights / degree + (2 * one if degree > 1 else 0) + (one if WEIGHT_BYTES[precision] < wide else 0)
+    a_number = 4 * (5 if adamw else 4) + (2 if wide == 2 else 0)
+    adapters = sum(slots) * params_per_rank(shape, targets) * a_number / degree
+    scores = 0.0
+    if devices.spec.attention == "xla":
+        scores = 4 * tokens * shape.n_heads * S * ((shape.n_layers if policy == "none" else 1) + 2)
+    total = (
+        factor.fixed_bytes
+        + factor.weights * whole
+        + factor.adapters * adapters
+        + getattr(factor, f"saved_{policy}") * tokens * shape.n_layers * kept * wide
+        + factor.working * tokens * everything * wide
+        + factor.attention * scores
+        + factor.logits * 12 * min(tokens, 1024) * shape.vocab_size
+    )
+    return total * (1 + factor.margin)

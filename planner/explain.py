@@ -1,0 +1,102 @@
+"""Why a plan looks as it does: for each pack what limits J and m, and what would shorten the sweep."""
+
+from collections.abc import Sequence
+
+from planner.devices import Devices
+from planner.instance import Instance
+from planner.plan import Pack, Plan
+from planner.render import device_range, duration
+from planner.signature import batch_divisor, divisors
+from planner.specs import JobSpec, ModelShape, check_jobs
+from planner.time import CostModel
+from planner.time import cost_model as shipped_cost_model
+
+SATURATED = 0.03  # J is called saturating when one slot more saves less of a row's time than this
+
+
+def explain_plan(
+    plan: Plan,
+    jobs: Sequence[JobSpec],
+    shape: ModelShape,
+    devices: Devices,
+    *,
+    cost_model: CostModel | None = None,
+) -> str:
+    """Return sentences on every pack of a plan: why this J and this m, and what limits them (`--explain`)."""
+    kept, _ = check_jobs(list(jobs), shape)
+    cost = cost_model or shipped_cost_model(devices.spec)
+    instance = Instance(kept, shape, devices, plan.precision, cost)
+    spec = {job.job_id: job for job in instance.jobs}
+    lines = [_bound(plan)]
+    for n, pack in enumerate(plan.packs):
+        here = [spec[job_id] for job_id in pack.jobs]
+        where = f"pack {n} (devices {device_range(pack.devices)}, {len(here)} jobs)"
+        lines.append(f"{where}: J = {pack.J}: {why_slots(instance, pack, here)}.")
+        lines.append(f"{where}: m = {pack.m}: {why_rows(instance, pack, here)}.")
+        if pack.policy != "none":
+            lines.append(f"{where}: {_why_policy(instance, pack, here)}.")
+    return "\n".join(lines)
+
+
+def _bound(plan: Plan) -> str:
+    reason = {
+        "longest": "one job alone, run in its fastest way, takes that long: more devices would not help",
+        "lp": "all devices busy all the time with every job in its cheapest program would take that long: "
+        "more devices would help",
+        "pigeonhole": "jobs are whole: some device group must take one more of them than the average",
+    }[plan.bound]
+    return f"no plan is shorter than {duration(plan.lower_bound_s)}: {reason}."
+
+
+def why_slots(instance: Instance, pack: Pack, jobs: list[JobSpec]) -> str:
+    """Say what limits the number of slots: jobs, memory, the longest job, or nothing more to gain."""
+    need = instance.need(_counts(instance, jobs))
+    limit = instance.slot_limit(pack.degree, pack.m, pack.policy, need)
+    cost = instance.step_cost(pack.degree, pack.policy, need)
+    row_s = pack.step_s / pack.J
+    gain = cost.t0 / (pack.J * (pack.J + 1)) / row_s
+    share = f"{100 * pack.memory_bytes / pack.memory_limit_bytes:.0f} % of the memory"
+    if len(jobs) == pack.J:
+        return f"number of jobs: every job has a slot, all run at once ({share})"
+    if limit <= pack.J:
+        return f"memory: {limit} slots of rank bucket {need.bucket} are all that fit ({share})"
+    waves = -(-len(jobs) // pack.J)
+    steps = sorted({job.micro_steps(pack.m) for job in jobs})
+    if len(steps) > 1 and steps[-1] == pack.steps:
+        return f"the longest job runs from first to last step, {pack.J - 1} slots beside it ({share})"
+    if gain < SATURATED:
+        return (
+            f"saturation: another slot saves {100 * gain:.1f} % of a row's time; {waves} even waves ({share})"
+        )
+    return f"even waves: {len(jobs)} jobs in {waves} waves of {pack.J} leave the fewest slots idle ({share})"
+
+
+def why_rows(instance: Instance, pack: Pack, jobs: list[JobSpec]) -> str:
+    """Say what limits the rows of a slot: batch classes, memory, or that fewer slots would be filled."""
+    divisor = batch_divisor(jobs)
+    sizes = ", ".join(str(b) for b in sorted({job.batch_size for job in jobs}))
+    if pack.m == divisor:
+        return f"batch classes: the largest that divides every batch size here ({sizes})"
+    need = instance.need(_counts(instance, jobs))
+    larger = min(m for m in divisors(divisor) if m > pack.m)
+    limit = instance.slot_limit(pack.degree, larger, pack.policy, need)
+    if limit < pack.J:
+        return f"memory: at m = {larger} only {limit} slots would fit"
+    return f"the jobs fill {pack.J} slots evenly; m = {larger} (batch sizes {sizes}) would not be faster"
+
+
+def _why_policy(instance: Instance, pack: Pack, jobs: list[JobSpec]) -> str:
+    need = instance.need(_counts(instance, jobs))
+    keeping = instance.slot_limit(pack.degree, pack.m, "none", need)
+    what = {"dots": "keeps matrix products and recomputes the rest", "layer": "recomputes whole layers"}[
+        pack.policy
+    ]
+    return f"the backward pass {what}: keeping everything, {keeping} of {pack.J} slots would fit"
+
+
+def _counts(instance: Instance, jobs: list[JobSpec]) -> tuple[tuple[int, int], ...]:
+    class_of = {job_id: k for k, ids in enumerate(instance.members) for job_id in ids}
+    total: dict[int, int] = {}
+    for job in jobs:
+        total[class_of[job.job_id]] = total.get(class_of[job.job_id], 0) + 1
+    return tuple(sorted(total.items()))

@@ -1,0 +1,60 @@
+"""Repair an earlier plan for changed jobs or devices, so that planning again never loses what was had."""
+
+from planner.groups import Group, Solution, make_group
+from planner.instance import Counts, Instance
+from planner.pack import merge_counts
+from planner.plan import Plan
+
+
+def repair(instance: Instance, plan: Plan) -> Solution | None:
+    """Return the plan's groups with the jobs that still exist, and every other job where it costs least.
+
+    Groups of a degree that is no longer possible, or for which no devices are left, give up their jobs. None
+    where some job finds no place.
+    """
+    class_of = {job_id: k for k, ids in enumerate(instance.members) for job_id in ids}
+    missing = dict.fromkeys(class_of)
+    groups: dict[tuple[int, ...], list[Counts]] = {}
+    for pack in sorted(plan.packs, key=lambda pack: (pack.start_s, pack.devices)):
+        kept = [job_id for job_id in pack.jobs if job_id in missing]
+        if kept and pack.degree in instance.degrees:
+            for job_id in kept:
+                del missing[job_id]
+            groups.setdefault(pack.devices, []).append(merge_counts(*(((class_of[j], 1),) for j in kept)))
+    solution: Solution = []
+    free = instance.devices.count
+    orphans = merge_counts(*(((class_of[j], 1),) for j in missing))
+    for devices, parts in sorted(groups.items(), key=lambda item: (-len(item[0]), item[0])):
+        group = make_group(instance, len(devices), parts) if len(devices) <= free else None
+        if group is None:
+            orphans = merge_counts(orphans, *parts)
+            continue
+        free -= len(devices)
+        solution.append(group)
+    while free >= instance.degrees[0]:
+        solution.append(Group(instance.degrees[0], (), 0.0))
+        free -= instance.degrees[0]
+    for k, n in orphans:
+        for _ in range(n):
+            if not _insert(instance, solution, k):
+                return None
+    return [group for group in solution if group.packs]
+
+
+def _insert(instance: Instance, solution: Solution, k: int) -> bool:
+    """Put one job of a class into the pack, or a new pack, whose group then ends earliest."""
+    best: tuple[float, int, Group] | None = None
+    for g, group in enumerate(solution):
+        parts = [pack.counts for pack in group.packs]
+        for p in range(len(parts) + 1):
+            if p < len(parts):
+                changed = [*parts[:p], merge_counts(parts[p], ((k, 1),)), *parts[p + 1 :]]
+            else:
+                changed = [*parts, ((k, 1),)]
+            made = make_group(instance, group.degree, changed)
+            if made is not None and (best is None or made.seconds < best[0]):
+                best = (made.seconds, g, made)
+    if best is None:
+        return False
+    solution[best[1]] = best[2]
+    return True
