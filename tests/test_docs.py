@@ -5,13 +5,13 @@ import re
 from plora_jax.config import parse_sweep
 from plora_jax.jobs import JOB_FIELDS
 from plora_jax.search import search_jobs
-from scripts.docs import PAGE, page
+from scripts.docs_config import PAGE, page
 
 TEXT = PAGE.read_text(encoding="utf-8")
 
 
 def test_the_tables_are_those_of_the_fields() -> None:
-    assert page(TEXT) == TEXT, "run: python -m scripts.docs"
+    assert page(TEXT) == TEXT, "run: python -m scripts.docs_config"
 
 
 def test_every_job_field_is_described_with_its_default() -> None:

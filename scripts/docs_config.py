@@ -1,4 +1,4 @@
-"""Write the tables of docs/config.md anew from the fields they describe: python -m scripts.docs"""
+"""Write the tables of docs/config.md anew from the fields they describe: python -m scripts.docs_config"""
 
 import re
 from collections.abc import Iterable
