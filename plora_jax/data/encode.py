@@ -126,10 +126,8 @@ def encode_drafts(drafts: Sequence[Draft], coder: Coder) -> Iterator[tuple[np.nd
     for one, piece in zip(drafts, encoded, strict=True):
         mask = coder.labels(piece, one.spans)
         tokens = piece.ids
-        if one.eos and coder.eos is not None:
-            if tokens.size == 0 or tokens[-1] != coder.eos:
-                tokens, mask = np.append(tokens, np.int32(coder.eos)), np.append(mask, True)
-            mask[-1] = True
+        if one.eos and coder.eos is not None and tokens[-1:].tolist() != [coder.eos]:
+            tokens, mask = np.append(tokens, np.int32(coder.eos)), np.append(mask, True)
         mask[:1] = False  # nothing comes before the first token to predict it
         yield tokens, mask
 

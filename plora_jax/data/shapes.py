@@ -105,8 +105,7 @@ def choose_shapes(
         tops = split_lengths(loads[:, 0], limit - limit // 2, multiple)
         tops = sorted({*tops, *split_lengths(singles[:, 0], limit // 2, multiple)})
     else:
-        # the longest example must fit by itself even where no group of epoch 0 was as long
-        tops = split_lengths(np.append(loads[:, 0], singles[:, 0].max()), limit, multiple)
+        tops = split_lengths(loads[:, 0], limit, multiple)
     every = np.concatenate([loads, singles])
     most = [int(every[every[:, 0] <= S, 1].max()) for S in tops]
     return tuple(Shape(S, min(S, P if P <= 8 else -(-P // 8) * 8)) for S, P in zip(tops, most, strict=True))

@@ -57,16 +57,19 @@ class Template:
         except Exception:
             return ""
 
-    def _apply(self, turns: Sequence[Turn]) -> str:
+    def _apply(self, turns: Sequence[Turn], header: bool = False) -> str:
         return self.tokenizer.apply_chat_template(
-            [t._asdict() for t in turns], tokenize=False, chat_template=PLAIN if self.plain else None
+            [t._asdict() for t in turns],
+            tokenize=False,
+            add_generation_prompt=header,
+            chat_template=PLAIN if self.plain else None,
         )
 
     def render(self, turns: Sequence[Turn], where: str) -> tuple[str, list[Span]]:
         """Return the conversation's text and one Span for each assistant turn that is not blank.
 
         A system turn goes in front of the first user turn when the template knows no system role. UserError
-        when the template refuses the conversation (roles that do not alternate, say) or hides a turn.
+        when the template refuses the conversation (roles that do not alternate, say), or hides a turn.
         """
         if not self.has_system:
             turns = merge_system(turns)
@@ -74,29 +77,58 @@ class Template:
         opening = _OPEN
         while any(opening in t.content for t in turns):  # no text of the data may pass for a marker
             opening += _OPEN
-        mark = {i: f"{opening}{n}{_CLOSE}" for n, i in enumerate(spoken)}
-        marked = [t._replace(content=mark[i]) if i in mark else t for i, t in enumerate(turns)]
+        marks = {i: f"{opening}{n}{_CLOSE}" for n, i in enumerate(spoken)}
+        marked = [t._replace(content=marks[i]) if i in marks else t for i, t in enumerate(turns)]
         try:
             text, skeleton = self._apply(turns), self._apply(marked)
+            contents = [turns[i].content for i in spoken]
+            spans = self._between(text, skeleton, contents, list(marks.values()))
+            spans = spans or self._after_headers(text, turns, spoken)
         except Exception as error:
             raise UserError(
                 f"{where}: the model's chat template refuses the conversation: {one_line(error)}."
             ) from None
-        spans, at = [], 0
-        for n, i in enumerate(spoken):
-            before, found, skeleton = skeleton.partition(mark[i])
+        if spans is None:
+            raise UserError(
+                f"{where}: the model's chat template hides or rewrites an assistant turn, so that its words "
+                "cannot be told from the rest."
+            )
+        return text, spans
+
+    def _between(
+        self, text: str, skeleton: str, contents: Sequence[str], marks: Sequence[str]
+    ) -> list[Span] | None:
+        """Find the turns between the texts that stand around the markers; None if the template moved those."""
+        around = []
+        for mark in marks:
+            before, found, skeleton = skeleton.partition(mark)
             if not found:
-                raise UserError(f"{where}: the model's chat template leaves out assistant turn {n + 1}.")
-            after = skeleton.partition(mark[spoken[n + 1]])[0] if n + 1 < len(spoken) else skeleton
-            start = at + len(before)
-            stop = _content_end(text, start, turns[i].content, after, last=n + 1 == len(spoken))
-            if stop is None or text[at:start] != before:
-                raise UserError(
-                    f"{where}: the model's chat template rewrites assistant turn {n + 1} beyond recognition."
-                )
+                return None
+            around.append(before)
+        around.append(skeleton)
+        spans, at = [], 0
+        for n, content in enumerate(contents):
+            after, start = around[n + 1], at + len(around[n])
+            stop = _content_end(text, start, content, after, last=n + 1 == len(contents))
+            if stop is None or text[at:start] != around[n]:
+                return None
             spans.append(Span(start, stop, stop + _agreement(self.tail, after)))
             at = stop
-        return text, spans
+        return spans
+
+    def _after_headers(self, text: str, turns: Sequence[Turn], spoken: Sequence[int]) -> list[Span] | None:
+        """Find the turns after the headers that the template writes for generation, up to the turn's end mark.
+
+        Some templates write more around an assistant's words once they see them (an empty reasoning part).
+        """
+        spans: list[Span] = []
+        for i in spoken:
+            header = self._apply(turns[:i], header=True)
+            stop = text.find(self.tail, len(header)) if i != spoken[-1] else text.rfind(self.tail)
+            if not self.tail or not text.startswith(header) or stop <= len(header):
+                return None
+            spans.append(Span(len(header), stop, stop + len(self.tail)))
+        return spans
 
 
 def _agreement(a: str, b: str) -> int:

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plora_jax.data.layout import (
@@ -91,6 +91,7 @@ def test_selection_fills_with_the_longest_that_fit():
     assert selection(lengths, counts, 2, Shape(9, 9)).tolist() == [0, 1, 2]
 
 
+@settings(deadline=None)
 @given(st.integers(0, 50), st.integers(1, 3), st.integers(60, 140), st.integers(30, 80))
 def test_a_selection_lies_within_its_shape(seed, m, S, P):
     examples = make_examples(12, seed=seed)
@@ -145,6 +146,7 @@ def test_without_fill_each_example_has_a_sequence_of_its_own():
     assert (empty.rows == -1).all() and (empty.targets == -1).all() and (empty.tokens == 0).all()
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 9))
 def test_an_epoch_is_as_many_micro_steps_for_every_batch_size(n, k):
     counts = set()

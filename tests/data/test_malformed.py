@@ -108,6 +108,9 @@ def bad_files():
     for packing in ("gz", "bz2", "xz", "zst"):
         yield f"a.jsonl.{packing}", good, "not compressed"
     yield "a.parquet", good, "parquet"
+    empty = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), empty)
+    yield "a.parquet", empty.getvalue(), "no row"
     yield "a.json", b"[]", "no row"
     yield "a.json", b"{}", "line 1"
     yield "a.csv", b"prompt,completion\n", "no row"

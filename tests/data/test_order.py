@@ -1,7 +1,7 @@
 """The order of rows: pinned, a permutation, and a function of seed, epoch and row count alone."""
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plora_jax.data.order import order, splitmix64
@@ -36,6 +36,7 @@ def test_the_order_is_pinned():
     assert order(2**31 - 1, 7, 0).tolist() == [] and order(5, 5, 1).tolist() == [0]
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**31 - 1), st.integers(0, 1000), st.integers(0, 200))
 def test_it_is_the_permutation_that_plain_integers_give(seed, epoch, n):
     golden, mask = 0x9E3779B97F4A7C15, (1 << 64) - 1

@@ -61,7 +61,7 @@ def zstd(raw: bytes) -> bytes:
         ("a.jsonl.zst", zstd(LINES)),
         ("a.jsonl", gzip.compress(LINES)),
         ("a.csv", 'prompt,completion\na,b\n"ü\u2028","d\ne"\n'.encode()),
-        ("a.csv.gz", gzip.compress('\ufeffprompt,completion\r\na,b\r\n\r\nü\u2028,"d\ne"\r\n'.encode())),
+        ("a.csv.gz", gzip.compress('\ufeffprompt,completion\r\na,b\r\n\r\nü\u2028,"d\r\ne"\r\n'.encode())),
         ("a.tsv", 'completion\tprompt\nb\ta\n"d\ne"\tü\u2028\n'.encode()),
     ],
 )

@@ -4,7 +4,7 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plora_jax.data.order import order
@@ -16,6 +16,7 @@ def padding(loads, tops) -> int:
     return sum(min(t for t in tops if t >= n) - n for n in loads)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=25), st.integers(1, 4))
 def test_split_lengths_is_as_good_as_trying_every_choice(loads, limit):
     loads = np.array(loads)
