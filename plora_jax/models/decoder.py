@@ -123,7 +123,8 @@ class Layer(nnx.Module):
         h = self.attn_pre(x) if c.pre_norm else x
         q, k, v = _parts(project("attn_in", h), (c.n_heads, c.n_kv_heads, c.n_kv_heads), c.head_dim)
         q, k = self.norm_qk(q, k)
-        q, k = (rotate(t, flow.cos[which.rope], flow.sin[which.rope]) for t in (q, k))
+        rope = which.rope if len(c.ropes) > 1 else 0
+        q, k = (rotate(t, flow.cos[rope], flow.sin[rope]) for t in (q, k))
         h = attend(q, k, v, flow.seen, which.window, c, runtime.attention)  # [B, S, N, H]
         (h,) = project("attn_out", checkpoint_name(h.reshape(*x.shape[:2], -1), "attention"))
         x = x + (self.attn_post(h) if c.post_norm else h)

@@ -1,5 +1,9 @@
 """config.json in its old and new forms, and every kind of model that is refused from it."""
 
+import json
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 from plora_jax.errors import UserError
@@ -7,6 +11,7 @@ from plora_jax.models.config import config_from_hf
 from plora_jax.models.rope import Rope
 from tests.models.tiny import LLAMA
 
+GOLDENS = Path(__file__).parents[1] / "goldens" / "models"
 LLAMA3 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -62,6 +67,28 @@ PAIRS = {  # name: (as transformers 4 wrote it, as transformers 5 writes it)
         },
     ),
 }
+
+
+def old_form(new):
+    """Write a config.json of transformers 5 as transformers 4 did."""
+    old = {key: value for key, value in new.items() if key not in ("rope_parameters", "layer_types")}
+    rope = new["rope_parameters"]
+    if "full_attention" in rope:
+        old["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+        old["layer_types"] = new["layer_types"]
+    scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "rope_type", "partial_rotary_factor")}
+    old["rope_theta"] = rope["rope_theta"]
+    old["partial_rotary_factor"] = rope.get("partial_rotary_factor")
+    old["rope_scaling"] = {"type": rope["rope_type"], **scaling} if rope["rope_type"] != "default" else None
+    return old
+
+
+@pytest.mark.parametrize("golden", sorted(GOLDENS.glob("*.npz")), ids=lambda path: path.stem)
+def test_every_family_in_both_forms(golden):
+    new = json.loads(str(np.load(golden)["config"]))
+    assert "rope_scaling" not in new and "rope_scaling" in old_form(new)
+    assert config_from_hf(old_form(new)) == config_from_hf(new)
 
 
 @pytest.mark.parametrize("case", PAIRS)

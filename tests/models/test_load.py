@@ -1,6 +1,7 @@
 """Loading: sharded and not, every dtype, placement, random weights, and what is refused before reading."""
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -210,6 +211,35 @@ def test_placement_shards_parameters_as_they_are_filled(tmp_path):
     assert {leaf.sharding.spec[-1] for leaf in jax.tree.leaves(sharded)} == {"model"}
 
 
+def run(code):
+    """Run code in a process of its own, with four CPU devices."""
+    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True, env=env
+    ).stdout
+
+
+def test_parameters_spread_over_devices(tmp_path):
+    tiny.write(tmp_path, tiny.LLAMA)
+    code = f"""
+        import jax, numpy as np
+        from jax.sharding import AxisType, NamedSharding, PartitionSpec
+        from plora_jax.models.load import load_base
+        mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,))
+        def placement(path, shape):
+            return NamedSharding(mesh, PartitionSpec(*[None] * (len(shape) - 1), "model"))
+        plain = load_base({str(tmp_path)!r}).params
+        for random in (False, True):
+            spread = load_base({str(tmp_path)!r}, placement=placement, random_weights=random).params
+            for leaf in jax.tree.leaves(spread):
+                assert {{s.data.shape[-1] for s in leaf.addressable_shards}} == {{leaf.shape[-1] // 4}}
+            if not random:
+                jax.tree.map(np.testing.assert_array_equal, spread, plain)
+        print("spread")
+    """
+    assert run(code) == "spread\n"
+
+
 def test_host_memory_stays_under_the_largest_shard(tmp_path):
     """The process may hold the parameters (the CPU is the device), and beyond them no second copy."""
     config = {**tiny.LLAMA, "hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 8}
@@ -225,10 +255,7 @@ def test_host_memory_stays_under_the_largest_shard(tmp_path):
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     """
     tiny.write(tmp_path / "small", tiny.LLAMA)
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
-    )
-    grown = 1024 * int(done.stdout.split()[-1])
+    grown = 1024 * int(run(code))
     size = 2 * bf16.n_params
     assert size > 100e6
     assert grown < size + 60e6, (grown / 1e6, size / 1e6)
