@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 
 from plora_jax.data.encode import Coder, read_examples
+from plora_jax.data.layout import Slot
 from plora_jax.data.template import Span
 from plora_jax.errors import UserError
+from plora_jax.jobs import Job
 from tests.data.conftest import CHATML, make_tokenizer, text_of
 from tests.data.test_template import GEMMA, LLAMA2, OPEN
 
@@ -226,3 +228,8 @@ def test_offsets_reach_back_over_what_the_tokenizer_trims():
 def test_a_tokenizer_without_offsets_is_refused():
     with pytest.raises(UserError, match="no character offsets"):
         Coder(object())
+
+
+def test_optimizer_steps_come_from_the_rows_that_are_left(write, chatml):
+    examples = read(write, chatml, *[pair()] * 9, *[pair(completion="")] * 8)
+    assert Slot.of(Job(batch_size=4, epochs=2), examples).steps == 6  # 9 rows: 3 a pass; all 17 would be 5

@@ -158,3 +158,13 @@ def test_an_epoch_is_as_many_micro_steps_for_every_batch_size(n, k):
         counts.add(steps)
         assert cursor.step == steps_per_epoch(n, batch_size) == math.ceil(n / batch_size)
     assert counts == {math.ceil(n / 2)}
+
+
+def test_padding_is_told_by_length_and_never_by_token_id():
+    zeros = make_examples(3, low=5, high=6)
+    for tokens in zeros.tokens:
+        tokens[:] = 0  # the id that padding has too
+    block = lay_out(zeros, np.array([2, 0, 1]), 2, True, Shape(16, 16))
+    assert (block.rows >= 0).sum() == 15
+    assert (block.targets == 0).sum() == zeros.counts.sum()
+    assert (block.targets == -1).sum() == 2 * 16 - zeros.counts.sum()
