@@ -102,7 +102,7 @@ def make_task(folder: Path, model: Path) -> dict[str, Path]:
     pools: tuple[list[dict[str, str]], ...] = ([], [])
     seen = set()
     for rating, text in fetch_snippets():
-        row = {"prompt": f"Review: {text}\nSentiment:", "completion": LABELS[rating > 0]}
+        row = {"prompt": f"Review: {text}\nRating:", "completion": LABELS[rating > 0]}
         length = len(tokenizer(row["prompt"] + row["completion"], add_special_tokens=False).input_ids) + 1
         if abs(rating) >= MIN_RATING and length <= MAX_TOKENS and text not in seen:
             seen.add(text)
