@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
+from planner.memory import HEAD_CHUNK
 from plora_jax.adapters import (
     Adapter,
     Stack,
@@ -100,18 +102,25 @@ def runtime_for(base: Base, recompute: str = "none") -> Runtime:
     return Runtime(attention, recompute, dtype, segments=False)  # type: ignore[arg-type]
 
 
-def make_eval_step(base: Base, runtime: Runtime | None = None, loss_chunk: int = 1024) -> EvalStep:
+def make_eval_step(base: Base, runtime: Runtime | None = None) -> EvalStep:
     """Return the jitted step that gives -log p of every target [J, B, P], all J adapters on the same tokens."""
     runtime = runtime or Runtime()
 
-    def one(weights: Stack, scales: Scales, params: nnx.State, *batch: Array) -> Array:
+    def one(jobs: int, weights: Stack, scales: Scales, params: nnx.State, *batch: Array) -> Array:
         tokens, positions, rows, trained, targets = batch
         model = nnx.merge(base.graphdef, params)
         sites = {name: LoRA(w.a, w.b, scales[name]) for name, w in weights.items()}
         hidden = model.hidden(tokens, positions, rows, sites, None, runtime=runtime)
-        return token_losses(model, hidden, trained, targets, loss_chunk)
+        return token_losses(model, hidden, trained, targets, max(1, HEAD_CHUNK // jobs))
 
-    return jax.jit(jax.vmap(one, in_axes=(1, 1, None, None, None, None, None, None)))
+    @jax.jit
+    def step(weights: Stack, *rest: Any) -> Array:
+        jobs = jax.tree.leaves(weights)[0].shape[1]
+        return jax.vmap(partial(one, jobs), in_axes=(1, 1, None, None, None, None, None, None))(
+            weights, *rest
+        )
+
+    return step
 
 
 class Scorer:

@@ -12,6 +12,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int32
 
+from planner.memory import HEAD_CHUNK
 from plora_jax import adapters as lora
 from plora_jax.adapters import Adapter, Factors, Stack
 from plora_jax.batch import Batch
@@ -58,7 +59,6 @@ class PackSpec:
     sites: tuple[str, ...]
     optimizers: frozenset[str] = frozenset({"adamw"})
     has_dropout: bool = False
-    loss_chunk: int = 1024  # trained positions per job whose logits exist at once
 
 
 def pack_spec(config: ModelConfig, jobs: Sequence[Job], slots: int | None = None) -> PackSpec:
@@ -224,6 +224,7 @@ def make_train_step(
     """
     runtime = runtime or Runtime()
     axes = _job_axes(spec)
+    chunk = max(1, HEAD_CHUNK // spec.slots)  # so that logits of HEAD_CHUNK positions exist at once over all slots
 
     def job_loss(
         weights: Adapter, scales: Any, h: Hyper, params: nnx.State, batch: Batch
@@ -232,7 +233,7 @@ def make_train_step(
         sites = {name: LoRA(w.a, w.b, scales[name]) for name, w in weights.items()}
         dropout = Dropout(h.seed, h.dropout, batch.epoch) if spec.has_dropout else None
         hidden = model.hidden(batch.tokens, batch.positions, batch.rows, sites, dropout, runtime=runtime)
-        losses = token_losses(model, hidden, batch.trained, batch.targets, spec.loss_chunk)
+        losses = token_losses(model, hidden, batch.trained, batch.targets, chunk)
         return losses.sum(), (batch.targets >= 0).sum(dtype=jnp.int32)
 
     packed_grad = jax.vmap(
