@@ -173,6 +173,26 @@ def _parser() -> argparse.ArgumentParser:
         help="of the merged weights (default: the base's own; fp32 from .gguf)",
     )
 
+    sub = command("bench", _bench, "Time the packed step of a model with random weights on this machine.")
+    sub.add_argument("what", choices=["step"], help="what to time")
+    sub.add_argument(
+        "--model", required=True, help="hub id of a known model, or a directory with config.json"
+    )
+    for flag, default, doc in (
+        ("--jobs", 8, "jobs in the pack"),
+        ("--batch", 1, "sequences of each job in a step"),
+        ("--length", 1024, "tokens of a sequence"),
+        ("--rank", 32, "rank of every adapter"),
+    ):
+        sub.add_argument(flag, type=_count, default=default, metavar="N", help=f"{doc} (default: {default})")
+    sub.add_argument(
+        "--recompute", choices=["none", "dots", "layer"], default="none", help="what backward recomputes"
+    )
+    sub.add_argument(
+        "--precision", choices=["auto", "fp32", "bf16"], default="auto", help="of the frozen base"
+    )
+    sub.add_argument("--json", type=Path, metavar="FILE", help="write the measurement as JSON")
+
     sub = command("doctor", _doctor, "Show what was found on this machine and what is missing.")
     sub.add_argument("--model", help="also describe this model: what would be trained, what is unsupported")
     return parser
@@ -234,6 +254,23 @@ def _merge(args: argparse.Namespace) -> int:
     from plora_jax.merge import merge_command
 
     return merge_command(args.adapter, args.out, args.model, args.dtype)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    if args.json and not args.json.parent.is_dir():
+        raise UserError(f"--json {args.json}: the directory {args.json.parent} does not exist")
+    from plora_jax.bench import bench_step_command
+
+    return bench_step_command(
+        args.model,
+        args.json,
+        args.precision,
+        jobs=args.jobs,
+        m=args.batch,
+        length=args.length,
+        rank=args.rank,
+        recompute=args.recompute,
+    )
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -1,0 +1,31 @@
+"""`plora bench step` measures the real step: its numbers belong together, and memory is counted, not guessed."""
+
+import json
+
+from plora_jax.cli import main
+from tests import tiny
+
+
+def test_bench_step_measures_the_real_step(tmp_path, capsys):
+    model = tiny.write_model(tmp_path / "model")
+    out = tmp_path / "bench.json"
+    case = ["--jobs", "2", "--batch", "2", "--length", "16", "--rank", "3", "--recompute", "layer"]
+    assert main(["bench", "step", "--model", str(model), *case, "--json", str(out)]) == 0
+    result = json.loads(out.read_text())
+    median, least, most = result["ms"]
+    assert 0 < least <= median <= most
+    assert abs(result["tokens_s"] - 2 * 2 * 16 / (median / 1e3)) < 1e-6 * result["tokens_s"]
+    assert result["rank_bucket"] == 8
+    # 2 jobs × 7 sites × 2 layers: weights, gradients and two moments in float32, and the base's parameters
+    sites = 16 * 16 + 16 * 8 + 16 * 8 + 16 * 16 + 3 * 16 * 32
+    adapters = 2 * 2 * 8 * ((16 + 16) + 2 * (16 + 8) + (16 + 16) + 3 * (16 + 32))
+    base = 64 * 16 + 2 * (sites + 2 * 16) + 16
+    assert result["argument_bytes"] >= 4 * (4 * adapters + base)
+    assert result["argument_bytes"] < 4 * (4 * adapters + base) + 20_000
+    assert 3.5 < result["loss"] < 5  # random weights: about ln 64
+    assert "tokens/s" in capsys.readouterr().out
+
+
+def test_bench_refuses_what_it_does_not_know(tmp_path, capsys):
+    assert main(["bench", "step", "--model", str(tmp_path / "absent"), "--jobs", "1"]) == 2
+    assert "absent" in capsys.readouterr().err
