@@ -9,12 +9,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from planner import StepShape, step_memory
 from planner.memory import MemoryModel
 from plora_jax.batch import Batch
 from plora_jax.evaluate import runtime_for
 from plora_jax.jobs import Job
+from plora_jax.models.decoder import Decoder
+from plora_jax.models.find import load_config
 from plora_jax.models.load import Base, load_base
 from plora_jax.planning import model_shape
 from plora_jax.step import PackState, empty_pack, make_train_step, pack_spec
@@ -29,6 +32,13 @@ def _random_batch(vocab: int, J: int, m: int, S: int) -> Batch:
     rows = np.broadcast_to(np.arange(m, dtype=np.int32)[:, None], (J, m, S))
     yes = np.ones(J, bool)
     return Batch(*map(jnp.asarray, (tokens, at, rows, at, targets, np.zeros(J, np.int32), yes, yes)))
+
+
+def abstract_base(model: str, dtype: Any = jnp.bfloat16) -> Base:
+    """Return a base model whose parameters are shapes alone: enough to compile a step, in no memory."""
+    config = load_config(model)
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: Decoder(config, dtype)))
+    return Base(model, config, graphdef, params, None)
 
 
 def measure_step(
