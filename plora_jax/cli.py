@@ -123,6 +123,8 @@ def _parser() -> argparse.ArgumentParser:
         "--devices", help="such as 8xA100-40GB, or cpu (default: the sweep's, else this machine)"
     )
     sub.add_argument("--json", type=Path, metavar="FILE", help="write the plan as JSON")
+    sub.add_argument("--svg", type=Path, metavar="FILE", help="draw the plan in time, device by device")
+    sub.add_argument("--explain", action="store_true", help="say what limits each pack, and why these slots")
     sub.add_argument("--cost-model", type=Path, metavar="FILE", help="measured times and memory to plan with")
     sub.add_argument("--rows", type=_count, metavar="N", help="training rows, when the data is not at hand")
 

@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import planner
 from planner.devices import DEVICES
@@ -16,6 +17,7 @@ from plora_jax.errors import UserError
 from plora_jax.jobs import LINEAR, Job
 from plora_jax.machine import Gpu, cores, gpus, memory_bytes
 from plora_jax.models.config import ModelConfig
+from plora_jax.rundir import write_atomic
 from plora_jax.sizes import Size, data_size, token_counter
 
 
@@ -59,6 +61,18 @@ def job_spec(job: Job, size: Size, data: str, scored: int = 0) -> planner.JobSpe
     )
 
 
+class Problem(NamedTuple):
+    """Hold what is planned, in the planner's words, and what the reader should know about it."""
+
+    jobs: Sequence[Job]
+    specs: Sequence[planner.JobSpec]
+    shape: planner.ModelShape
+    devices: planner.Devices
+    precision: str
+    early_stop: str
+    notes: tuple[str, ...] = ()
+
+
 def plan_jobs(
     sweep: Sweep,
     config: ModelConfig,
@@ -81,21 +95,16 @@ def plan_jobs(
         lengths = examples.lengths
         sizes[job_id] = Size(len(examples), float(lengths.mean()), int(lengths.max()), "")
     specs = [job_spec(job, sizes[job.job_id], sweep.data.train, scored[job.job_id]) for job in jobs]
-    return _plan(sweep, config, jobs, specs, devices or _this_device(sweep.devices), cost_model)
+    return solve(_problem(sweep, config, jobs, specs, devices or _this_device(sweep.devices)), cost_model)
 
 
-def plan_sweep(
-    sweep: Sweep,
-    jobs: Sequence[Job],
-    *,
-    devices: str | None = None,
-    cost_model: planner.CostModel | None = None,
-    rows: int | None = None,
-) -> planner.Plan:
-    """Plan a sweep from its files alone; `rows` stands in for training data that is not at hand.
+def sweep_problem(
+    sweep: Sweep, jobs: Sequence[Job], *, devices: str | None = None, rows: int | None = None
+) -> Problem:
+    """State a sweep's planning problem from its files alone; `rows` stands in for training data not at hand.
 
     Raises:
-      UserError: the model is unknown or unsupported, the data cannot be read, or no plan is possible.
+      UserError: the model is unknown or unsupported, or the data or an adapter to start from cannot be read.
     """
     from plora_jax.models.find import load_config
 
@@ -112,28 +121,47 @@ def plan_sweep(
         held_out = data_size(sweep, data.eval, count)
         scored = math.ceil(held_out.rows * held_out.row_tokens)
     specs = [job_spec(job, sizes[job.train or data.train], data.train, scored) for job in jobs]
-    plan = _plan(sweep, config, jobs, specs, find_devices(devices or sweep.devices), cost_model)
-    told = [f"{name}: {size}" for name, size in sizes.items()]
-    return replace(plan, notes=(*plan.notes, *told))
+    notes = tuple(f"{name}: {size}" for name, size in sizes.items())
+    return _problem(sweep, config, jobs, specs, find_devices(devices or sweep.devices), notes)
 
 
-def _plan(
+def _problem(
     sweep: Sweep,
     config: ModelConfig,
     jobs: Sequence[Job],
     specs: Sequence[planner.JobSpec],
     devices: planner.Devices,
-    cost_model: planner.CostModel | None,
-) -> planner.Plan:
+    notes: tuple[str, ...] = (),
+) -> Problem:
     asked = sweep.precision.base
     precision = asked if asked != "auto" else "fp32" if devices.spec.name == "cpu" else "bf16"
+    stop = sweep.early_stop.method
+    if stop not in ("none", "asha"):
+        notes = (*notes, f"early_stop: {stop} is not simulated; the makespan is that without stops")
+    return Problem(jobs, specs, model_shape(config, sweep.model), devices, precision, stop, notes)
+
+
+def solve(problem: Problem, cost_model: planner.CostModel | None = None) -> planner.Plan:
+    """Plan a problem; the plan's `jobs` carry the fields of the sweep beside the planner's.
+
+    Raises:
+      UserError: no plan is possible; the message says why.
+    """
+    options = planner.Options(early_stop=planner.asha_stops() if problem.early_stop == "asha" else None)
     try:
-        shape = model_shape(config, sweep.model)
-        plan = planner.make_plan(specs, shape, devices, precision=precision, cost_model=cost_model)
+        plan = planner.make_plan(
+            problem.specs,
+            problem.shape,
+            problem.devices,
+            precision=problem.precision,
+            cost_model=cost_model,
+            options=options,
+        )
     except planner.PlanError as error:
         raise UserError(str(error)) from None
-    fields = {job.job_id: job.to_dict() for job in jobs}
-    return replace(plan, jobs={name: spec | fields[name] for name, spec in plan.jobs.items()})
+    fields = {job.job_id: job.to_dict() for job in problem.jobs}
+    jobs = {name: spec | fields[name] for name, spec in plan.jobs.items()}
+    return replace(plan, jobs=jobs, notes=(*plan.notes, *problem.notes))
 
 
 def disk_bytes(config: ModelConfig, plan: planner.Plan) -> int:
@@ -198,16 +226,22 @@ def _this_device(text: str) -> planner.Devices:
 
 
 def plan_command(sweep: Sweep, jobs: Sequence[Job], args: Namespace) -> int:
-    """Plan a sweep for the command line: print the plan, and write it where `--json` says."""
-    target: Path | None = args.json
-    if target and not target.parent.is_dir():
-        raise UserError(f"--json {target}: the directory {target.parent} does not exist")
+    """Plan a sweep for the command line: print the plan, and write it where `--json` and `--svg` say."""
+    for option, target in (("--json", args.json), ("--svg", args.svg)):
+        if target and (target.is_dir() or not target.parent.is_dir()):
+            reason = (
+                "it is a directory" if target.is_dir() else f"the directory {target.parent} does not exist"
+            )
+            raise UserError(f"{option} {target}: cannot be written; {reason}")
     cost = planner.CostModel.load(args.cost_model) if args.cost_model else None
-    plan = plan_sweep(sweep, jobs, devices=args.devices, cost_model=cost, rows=args.rows)
+    problem = sweep_problem(sweep, jobs, devices=args.devices, rows=args.rows)
+    plan = solve(problem, cost)
     print(planner.render_plan(plan))
-    if target:
-        from plora_jax.rundir import write_atomic
-
-        write_atomic(target, plan.to_json() + "\n")
-        print(f"plan written to {target}")
+    if args.explain:
+        told = planner.explain_plan(plan, problem.specs, problem.shape, problem.devices, cost_model=cost)
+        print(f"\n{told}")
+    if args.json:
+        write_atomic(args.json, plan.to_json() + "\n")
+    if args.svg:
+        write_atomic(args.svg, planner.gantt_svg(plan))
     return 0

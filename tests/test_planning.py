@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from plora_jax.config import load_sweep
+from planner import Plan
+from plora_jax.config import Sweep, load_sweep
 from plora_jax.errors import UserError
 from plora_jax.jobs import Job
 from plora_jax.machine import Gpu, cores, memory_bytes
@@ -18,12 +19,17 @@ from plora_jax.planning import (
     find_devices,
     job_spec,
     model_shape,
-    plan_sweep,
+    solve,
+    sweep_problem,
     trained_rows,
 )
 from plora_jax.search import search_jobs
 from plora_jax.sizes import Size, data_size, token_counter
 from tests.tiny import ROWS, write_rows, write_sweep
+
+
+def planned(sweep: Sweep, devices: str = "cpu-16GB", rows: int | None = None) -> Plan:
+    return solve(sweep_problem(sweep, search_jobs(sweep), devices=devices, rows=rows))
 
 
 def test_the_shape_of_a_public_model() -> None:
@@ -104,17 +110,17 @@ def test_missing_data_needs_a_row_count(tmp_path: Path) -> None:
     data = {"train": "gone.jsonl", "max_length": 16}
     sweep = load_sweep(write_sweep(tmp_path, data=data))
     with pytest.raises(UserError, match=r"gone.jsonl: no such file.*give --rows N"):
-        plan_sweep(sweep, search_jobs(sweep), devices="cpu-16GB")
-    plan = plan_sweep(sweep, search_jobs(sweep), devices="cpu-16GB", rows=50)
+        planned(sweep)
+    plan = planned(sweep, rows=50)
     assert {job["rows"] for job in plan.jobs.values()} == {50}
     sweep = load_sweep(write_sweep(tmp_path, data=data | {"rows": 60}))
-    plan = plan_sweep(sweep, search_jobs(sweep), devices="cpu-16GB")
+    plan = planned(sweep)
     assert {job["rows"] for job in plan.jobs.values()} == {60}
 
 
 def test_held_out_rows_are_charged_for(tmp_path: Path) -> None:
     sweep = load_sweep(write_sweep(tmp_path))
-    plan = plan_sweep(sweep, search_jobs(sweep), devices="cpu-16GB")
+    plan = planned(sweep)
     count = token_counter(sweep.model)
     assert count is not None
     rows = [*ROWS, {"prompt": "eval.jsonl", "completion": " yes"}]
@@ -122,10 +128,20 @@ def test_held_out_rows_are_charged_for(tmp_path: Path) -> None:
     assert {job["eval_tokens"] for job in plan.jobs.values()} == {tokens}
 
 
+def test_early_stopping_is_simulated_where_it_can_be(tmp_path: Path) -> None:
+    plans = {}
+    for method in ("none", "asha", "median"):
+        plans[method] = planned(load_sweep(write_sweep(tmp_path, early_stop={"method": method})))
+    assert plans["none"].expected_s is None and plans["median"].expected_s is None
+    assert any("median is not simulated" in note for note in plans["median"].notes)
+    asha = plans["asha"]
+    assert asha.makespan_s == plans["none"].makespan_s and 0 < (asha.expected_s or 0) < asha.makespan_s
+
+
 @pytest.mark.parametrize(("devices", "precision"), [("cpu-16GB", "fp32"), ("A10", "bf16")])
 def test_precision_auto_follows_the_device(devices: str, precision: str, tmp_path: Path) -> None:
     sweep = load_sweep(write_sweep(tmp_path))
-    assert plan_sweep(sweep, search_jobs(sweep), devices=devices).precision == precision
+    assert planned(sweep, devices).precision == precision
 
 
 @pytest.mark.parametrize(
@@ -150,7 +166,7 @@ def test_a_gpu_is_planned_as_its_kind_with_its_own_memory(name: str, mib: int, k
 def test_disk_need_is_every_adapter_and_two_checkpoints(tmp_path: Path) -> None:
     """By hand: 2 layers × r × Σ(in + out) of q 16+16, k and v 16+8, o 16+16, gate and up 16+32, down 32+16."""
     sweep = load_sweep(write_sweep(tmp_path))
-    plan = plan_sweep(sweep, search_jobs(sweep), devices="cpu-16GB")
+    plan = planned(sweep)
     per_rank = 2 * (32 + 24 + 24 + 32 + 48 + 48 + 48)
     slots = max(sum(pack.slots) for pack in plan.packs)
     needed = disk_bytes(load_config(sweep.model), plan)
