@@ -3,3 +3,8 @@
 from .api import lora_delta as lora_delta
 from .api import lora_dense as lora_dense
 from .api import lora_dense_group as lora_dense_group
+from .choice import Choice as Choice
+from .choice import Device as Device
+from .choice import choose as choose
+from .choice import default_device as default_device
+from .choice import using as using

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from . import reference
+from .choice import implementation
 from .reference import Site
 
 
@@ -134,12 +135,12 @@ _lora.defvjp(_lora_fwd, _lora_bwd)
 
 @custom_vmap
 def _forward(x, mask, sites):
-    return reference.forward(x, mask, sites)
+    return implementation(x, sites).forward(x, mask, sites)
 
 
 @custom_vmap
 def _backward(x, mask, sites, us, dys):
-    return reference.backward(x, mask, sites, us, dys)
+    return implementation(x, sites).backward(x, mask, sites, us, dys)
 
 
 def _any(batched) -> bool:

@@ -26,7 +26,7 @@ def double():
 
 
 D, F, R, T, J = 12, 10, 3, 7, 4
-SHAPES = dict(x=(T, D), w=(D, F), a=(R, D), b=(F, R), scale=(), bias=(F,), mask=(T, D))
+SHAPES = {"x": (T, D), "w": (D, F), "a": (R, D), "b": (F, R), "scale": (), "bias": (F,), "mask": (T, D)}
 FULL = ("x", "w", "a", "b", "scale", "bias", "mask")
 
 
@@ -221,12 +221,12 @@ def test_bf16_products_keep_float32_gradients_and_scale():
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(a=(R, D + 1)), "a has shape"),
-        (dict(b=(R, F)), "b has shape"),
-        (dict(w=(D + 1, F)), "w has shape"),
-        (dict(bias=(F + 1,)), "bias has shape"),
-        (dict(mask=(T, D - 1)), "mask"),
-        (dict(scale=(2,)), "scale has shape"),
+        ({"a": (R, D + 1)}, "a has shape"),
+        ({"b": (R, F)}, "b has shape"),
+        ({"w": (D + 1, F)}, "w has shape"),
+        ({"bias": (F + 1,)}, "bias has shape"),
+        ({"mask": (T, D - 1)}, "mask"),
+        ({"scale": (2,)}, "scale has shape"),
     ],
 )
 def test_wrong_shapes_are_named(change, message):

@@ -1,0 +1,163 @@
+"""Which implementation serves a call, and why: decided from the device, dtype and shapes alone, never by trying.
+
+The decision is made while tracing, so that a compiled program has one implementation for good. `choose` answers for
+any call without running it; `lora_dense` follows it.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import importlib.resources
+import json
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from . import hopper, reference
+from .hopper_gemm import TILE_M, GemmConfig
+from .reference import Site, adapted
+
+MAX_RANK = 256
+MAX_ROW_WASTE = 1.07  # rows of whole tiles over tokens: beyond, the folded product of XLA is faster
+IMPLEMENTATIONS = ("auto", "xla", "hopper")
+_forced: contextvars.ContextVar[str] = contextvars.ContextVar("pallas_kernels", default="auto")
+
+
+class Choice(NamedTuple):
+    """The implementation that serves a call ("hopper" or "xla") and the reason, in words for a person."""
+
+    name: str
+    reason: str
+
+
+class Device(NamedTuple):
+    """What the choice needs to know of a device."""
+
+    kind: str
+    capability: str  # "9.0" on Hopper, "" without CUDA
+    cores: int
+
+
+def default_device() -> Device:
+    """Return the device jax computes on by default."""
+    device = jax.devices()[0]
+    capability = str(getattr(device, "compute_capability", "")) if device.platform == "gpu" else ""
+    return Device(device.device_kind, capability, getattr(device, "core_count", 0) or 0)
+
+
+@contextlib.contextmanager
+def using(name: str):
+    """Trace with one implementation: "xla", "hopper" (also without such a device, to compile for one) or "auto".
+
+    Raises:
+      ValueError: when the name is none of these.
+    """
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation {name!r}: allowed are {', '.join(IMPLEMENTATIONS)}")
+    token = _forced.set(name)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def choose(dtype, jobs, tokens, d_in, d_outs, ranks, *, shared=False, frozen=True, device=None) -> Choice:
+    """Say which implementation serves sites that share an input, and why.
+
+    Args:
+      dtype: of x. jobs, tokens: J adapters with T tokens each. d_in: D. d_outs: F per site. ranks: the R of the
+        adapted sites. shared: whether all jobs read the same tokens. frozen: whether every site has its W.
+      device: a `Device`; the default one if None.
+    """
+    forced = _forced.get()
+    device = device or default_device()
+    if forced == "xla":
+        return Choice("xla", "asked for with using('xla')")
+    if forced != "hopper" and device.capability != "9.0":
+        return Choice(
+            "xla", f"no kernel for {device.kind}: there is one for compute capability 9.0 (H100, H200)"
+        )
+    if forced != "hopper" and _partitioned_by_xla():
+        return Choice("xla", "XLA partitions this program over a mesh, which it cannot do to a kernel")
+    if jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+        return Choice("xla", f"the kernel multiplies 16-bit numbers, not {jnp.dtype(dtype).name}")
+    if not ranks:
+        return Choice("xla", "no site has an adapter")
+    if not frozen:
+        return Choice("xla", "adapters without a frozen product run at memory bandwidth as XLA products")
+    if shared and jobs > 1:
+        return Choice("xla", "all jobs read the same tokens: one frozen product serves them")
+    if max(ranks) > MAX_RANK:
+        return Choice("xla", f"rank {max(ranks)} is above {MAX_RANK}")
+    for size, what in ((d_in, "input"), *((d_out, "output") for d_out in d_outs)):
+        if size % 64:
+            return Choice("xla", f"{what} features {size} are no multiple of 64")
+    if tokens % 8:
+        return Choice("xla", f"{tokens} tokens a job are no multiple of 8")
+    rows = -(-tokens // TILE_M) * TILE_M
+    if rows > MAX_ROW_WASTE * tokens:
+        return Choice("xla", f"{tokens} tokens a job would fill row tiles of {TILE_M} to {tokens / rows:.0%}")
+    return Choice("hopper", f"fused kernel, {_source(device.kind)}")
+
+
+def _partitioned_by_xla() -> bool:
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = set(mesh.manual_axes)
+    return any(size > 1 and name not in manual for name, size in mesh.shape.items())
+
+
+@functools.cache
+def tuned(kind: str) -> dict:
+    """Return the tuned table of a device kind: {(pass, K, N): GemmConfig}; empty where none is shipped."""
+    name = f"tuned_{kind.lower().replace(' ', '_')}.json"
+    file = importlib.resources.files(__package__) / name
+    if not file.is_file():
+        return {}
+    entries = json.loads(file.read_text())["entries"]
+    return {(e["pass"], e["k"], e["n"]): GemmConfig(**e["config"]) for e in entries}
+
+
+def _source(kind: str) -> str:
+    return f"table tuned_{kind.lower().replace(' ', '_')}.json" if tuned(kind) else "untuned tiles"
+
+
+def config_for(which: str, k: int, n: int, device: Device) -> GemmConfig:
+    """Return the tiles of the "forward" or "backward" product [T, K]·[K, N]: tuned if known, else the default."""
+    config = tuned(device.kind).get((which, k, n), GemmConfig())
+    return dataclasses.replace(config, sms=device.cores) if device.cores else config
+
+
+class _Hopper(NamedTuple):
+    device: Device
+
+    def forward(self, x, mask, sites):
+        def config(site):
+            return config_for("forward", x.shape[-1], site.d_out, self.device)
+
+        return hopper.forward(x, mask, sites, config=config)
+
+    def backward(self, x, mask, sites, us, dys):
+        depth = sum(site.d_out for site in sites)
+        config = config_for("backward", depth, x.shape[-1], self.device)
+        return hopper.backward(x, mask, sites, us, dys, config=config)
+
+
+def implementation(x, sites: tuple[Site, ...]):
+    """Return the object whose `forward` and `backward` serve a packed call, as `choose` says."""
+    some = adapted(sites)
+    jobs = sites[some[0]].a.shape[0] if some else x.shape[0]
+    device = default_device()
+    choice = choose(
+        x.dtype,
+        jobs,
+        x.shape[1],
+        x.shape[2],
+        [site.d_out for site in sites],
+        [sites[i].a.shape[1] for i in some],
+        shared=x.shape[0] != jobs,
+        frozen=all(site.w is not None for site in sites),
+        device=device,
+    )
+    return _Hopper(device) if choice.name == "hopper" else reference

@@ -1,0 +1,359 @@
+"""Hopper kernel: frozen products with the adapters of J jobs as extra K steps of the same accumulator.
+
+    u[j]   = scale[j]·(x[j]·A[j]ᵀ)                       shrink
+    out[j] = Σ x[j]·W + Σ u[j]·E[j] + bias               forward:  E = Bᵀ
+    out[j] = Σ x[j]·Wᵀ + Σ u[j]·E[j]ᵀ                    backward: x = dy, A ← Bᵀ, E = Aᵀ
+
+One warpgroup feeds a ring of shared-memory slots with TMA copies and runs ahead into the next tile; two warpgroups
+multiply (wgmma), 64 rows each. A step of the ring is 64 columns of x with W, or 64 columns of u with E. What lies
+beyond the rank (or T, N) is filled with zeros by the copy engine and cut off by its stores, so ranks and token
+counts need no padding in memory. Every output tile lies inside one job.
+
+The shrink rides along: the first tile of every row ("leader") multiplies the slots of x it has anyway with A too,
+into a second accumulator, writes u and raises a flag. Leaders come first; the others need u in their last steps.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+TILE_M, TILE_K = 128, 64
+PIECE = 64  # results leave in [64, 64] pieces
+WGS = 2  # warpgroups that multiply
+ROWS = TILE_M // WGS
+MAX_SHRINK = 128  # ranks of a leader's further accumulators: 64 registers a thread
+SHARED_BYTES = 232_448 - 2_048  # of a Hopper block, less barriers and alignment
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmConfig:
+    """Tile sizes and schedule of one launch; a block computes [128, tile_n]."""
+
+    tile_n: int = 256
+    stages: int = 4
+    cluster: int = 2  # blocks along M that receive one copy of W by multicast
+    minor_n: bool = False  # walk the tiles of a band along N (True) or M
+    band: int = 8  # width of a band, for reuse in L2
+    out_slots: int = 2
+    sms: int = 132
+
+
+DEFAULT = GemmConfig()
+
+
+class Shrink(NamedTuple):
+    """u[j] = scale[j]·(x[j]·A[j]ᵀ) for the x of one of the products."""
+
+    product: int
+    a: jax.Array  # [J, R, K]
+    scale: jax.Array  # [J, R] float32
+
+
+class Extra(NamedTuple):
+    """Add u[j][:, offset:offset+R]·E[j]; `u` is the index of a shrink or an array [J, T, ≥ R]; offset % 64 == 0."""
+
+    u: jax.Array | int
+    offset: int
+    e: jax.Array  # [J, R, N], transposed: [J, N, R]
+
+
+def fit_shared(config: GemmConfig, widths: list[int]) -> tuple[GemmConfig, int]:
+    """Return the configuration with as many slots as fit beside those of A, and their number."""
+
+    ranks = max(widths, default=0)
+
+    def size(stages, a_stages, out_slots):
+        ring = stages * (TILE_M + config.tile_n) * TILE_K
+        narrow = TILE_M * sum(width for width in widths if width < PIECE)
+        return 2 * (ring + a_stages * ranks * TILE_K + out_slots * TILE_M * PIECE + narrow)
+
+    for stages in range(config.stages, 1, -1):
+        for a_stages in (4, 3, 2) if ranks else (0,):
+            for out_slots in range(config.out_slots, 0, -1):
+                if size(stages, a_stages, out_slots) <= SHARED_BYTES:
+                    return dataclasses.replace(config, stages=stages, out_slots=out_slots), a_stages
+    raise ValueError(f"{config} with ranks {widths} does not fit in shared memory")
+
+
+def _swizzled(shape, dtype):
+    swizzle = min(128, plgpu.find_swizzle(shape[-1] * 16))
+    tiling = plgpu.TilingTransform((8, swizzle // 2))
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
+
+
+def lora_gemm(
+    products, shrinks=(), extras=(), *, bias=None, transposed=False, config=DEFAULT, interpret=None
+):
+    """Compute Σ x·W + Σ u·E + bias per job (transposed: Σ x·Wᵀ + Σ u·Eᵀ) in one accumulator.
+
+    Args:
+      products: pairs x [J, T, K] and w [K, N] (transposed: [N, K]); K may differ between pairs.
+      shrinks: `Shrink`s of at most 128 ranks together, one a product at most. extras: `Extra`s. bias: [N] or None.
+      All of one 16-bit dtype; T a multiple of 8; K, N multiples of 64; ranks multiples of 8, and of 64 above 64.
+
+    Returns:
+      (out, us): [J, T, N] in x's dtype, rounded once from float32, and one [J, T, R] per shrink.
+    """
+    (jobs, tokens, _), dtype = products[0][0].shape, products[0][0].dtype
+    n = products[0][1].shape[0 if transposed else 1]
+    widths = [pl.cdiv(shrink.a.shape[1], 16) * 16 for shrink in shrinks]  # what a swizzled store allows
+    most = max(widths, default=0)
+    if sum(widths) > MAX_SHRINK:
+        raise ValueError(f"the shrinks have {widths} ranks, more than {MAX_SHRINK}")
+    c, a_stages = fit_shared(config, widths)
+    job_tiles = pl.cdiv(tokens, TILE_M)
+    m_groups, n_tiles = pl.cdiv(jobs * job_tiles, c.cluster), pl.cdiv(n, c.tile_n)
+    clusters = c.sms // c.cluster
+    leaders = m_groups if shrinks else 0
+    k_steps = [pl.cdiv(x.shape[-1], TILE_K) for x, _ in products]
+    e_steps = [pl.cdiv(extra.e.shape[2 if transposed else 1], TILE_K) for extra in extras]
+    steps = sum(k_steps) + sum(e_steps)
+    shrink_of = {shrink.product: s for s, shrink in enumerate(shrinks)}
+    a_steps = sum(k_steps[p] for p in shrink_of)
+    awaited = sorted({extra.u for extra in extras if isinstance(extra.u, int)})
+    flags = bool(shrinks) and interpret is None
+    if shrinks and not flags and clusters != 1:
+        raise ValueError("interpretation knows no flags between blocks: shrinks need sms == cluster")
+    # these are read by plain loads, which nothing guards beyond the end
+    scales = [
+        jnp.pad(s.scale, ((0, 0), (0, w - s.scale.shape[1]))) for s, w in zip(shrinks, widths, strict=True)
+    ]
+    bias = None if bias is None else jnp.pad(bias, (0, n_tiles * c.tile_n - n))
+    operands = (
+        [x for x, _ in products],
+        [w for _, w in products],
+        [(s.a, scale) for s, scale in zip(shrinks, scales, strict=True)],
+        [None if isinstance(extra.u, int) else extra.u for extra in extras],
+        [extra.e for extra in extras],
+        bias,
+    )
+    flat, tree = jax.tree.flatten(operands)
+
+    def body(*refs):
+        x_refs, w_refs, shrink_refs, u_refs, e_refs, bias_ref = tree.unflatten(refs[: len(flat)])
+        out_ref, *su_refs = refs[len(flat) :]
+        u_refs = [su_refs[extra.u] if u is None else u for extra, u in zip(extras, u_refs, strict=True)]
+
+        def scope(x_smem, w_smem, out_smem, full, free, a_smem, u_smem, a_full, a_free, u_done):
+            wg, rank, me = lax.axis_index("wg"), lax.axis_index("cluster"), lax.axis_index("sm")
+            if flags:
+                ready = pl.get_global(plgpu.SemaphoreType.REGULAR((len(shrinks), m_groups * c.cluster)))
+
+            def mod(step, ring):
+                return lax.rem(step, jnp.int32(ring))
+
+            def share(total):
+                return lax.div(total - me + (clusters - 1), jnp.int32(clusters))
+
+            leader_count, tile_count = share(leaders), share(m_groups * n_tiles)
+
+            def walk(on_tile):
+                """Visit this cluster's tiles, leaders first; on_tile(i, leads, row tile, job, row, column)."""
+
+                def visit(i, leads, m_group, column):
+                    index = m_group * c.cluster + rank
+                    row = mod(index, job_tiles) * TILE_M
+                    on_tile(i, leads, index, lax.div(index, jnp.int32(job_tiles)), row, column)
+
+                if leaders:
+
+                    @pl.loop(0, leader_count)
+                    def _lead(i):
+                        # a traced 0, since static slices may not reach beyond N
+                        visit(i, True, i * clusters + me, me * 0)
+
+                skipped = 1 if leaders else 0
+
+                if n_tiles > skipped:
+
+                    @pl.loop(leader_count, tile_count)
+                    def _follow(i):
+                        at = i * clusters + me - leaders
+                        grid, minor = (m_groups, n_tiles - skipped), 1 if c.minor_n else 0
+                        m_group, n_index = plgpu.planar_snake(at, grid, minor, c.band)
+                        visit(i, False, m_group, (n_index + skipped) * c.tile_n)
+
+            @pl.when(wg == WGS)
+            def _feed():
+                plgpu.set_max_registers(40, action="decrease")
+
+                def fill(step, left, right, multicast=False):
+                    slot = mod(step, c.stages)
+                    pl.when(step >= c.stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+                    plgpu.copy_gmem_to_smem(left, x_smem.at[slot], full.at[slot])
+                    axes = {"collective_axes": "cluster"} if multicast and c.cluster > 1 else {}
+                    plgpu.copy_gmem_to_smem(right, w_smem.at[slot], full.at[slot], **axes)
+
+                def fill_a(step, s, job, depths):
+                    slot = mod(step, a_stages)
+                    pl.when(step >= a_stages)(lambda: plgpu.barrier_wait(a_free.at[slot]))
+                    a_ref, _ = shrink_refs[s]
+                    target = a_smem.at[slot, pl.ds(0, widths[s])]
+                    plgpu.copy_gmem_to_smem(
+                        a_ref.at[job, pl.ds(0, widths[s]), depths], target, a_full.at[slot]
+                    )
+
+                def on_tile(i, leads, index, job, row, column):
+                    first, first_a = i * steps, i * a_steps
+                    rows, columns = pl.ds(row, TILE_M), pl.ds(column, c.tile_n)
+                    for p, (x_ref, w_ref, count) in enumerate(zip(x_refs, w_refs, k_steps, strict=True)):
+
+                        @pl.loop(0, count)
+                        def _base(k, p=p, x_ref=x_ref, w_ref=w_ref, first=first, first_a=first_a):
+                            depths = pl.ds(k * TILE_K, TILE_K)
+                            right = w_ref.at[columns, depths] if transposed else w_ref.at[depths, columns]
+                            fill(first + k, x_ref.at[job, rows, depths], right, multicast=True)
+                            if leads and p in shrink_of:
+                                fill_a(first_a + k, shrink_of[p], job, depths)
+
+                        first += count
+                        first_a += count if p in shrink_of else 0
+                    for s in awaited:
+                        if leads:
+                            plgpu.barrier_wait(u_done.at[s])
+                        elif flags:
+                            pl.semaphore_wait(ready.at[s, index], WGS, decrement=False)
+                    for extra, u_ref, e_ref, count in zip(extras, u_refs, e_refs, e_steps, strict=True):
+
+                        @pl.loop(0, count)
+                        def _extra(i, extra=extra, u_ref=u_ref, e_ref=e_ref, first=first):
+                            ranks = pl.ds(i * TILE_K, TILE_K)
+                            right = (
+                                e_ref.at[job, columns, ranks] if transposed else e_ref.at[job, ranks, columns]
+                            )
+                            fill(
+                                first + i,
+                                u_ref.at[job, rows, pl.ds(extra.offset + i * TILE_K, TILE_K)],
+                                right,
+                            )
+
+                        first += count
+
+                walk(on_tile)
+
+                def drain(total, ring, barrier):
+                    @pl.loop(0, ring)
+                    def _drain(i):
+                        step = total - ring + i
+                        pl.when(step >= 0)(lambda: plgpu.barrier_wait(barrier.at[mod(step, ring)]))
+
+                # a block must not leave while its peer may still signal it
+                drain(tile_count * steps, c.stages, free)
+                if shrinks:
+                    drain(leader_count * a_steps, a_stages, a_free)
+
+            @pl.when(wg < WGS)
+            def _multiply():
+                plgpu.set_max_registers(232, action="increase")
+                my_rows = pl.ds(wg * ROWS, ROWS)
+
+                def multiply(acc, first, count, second=None):
+                    """Accumulate steps of the ring; `second` = (accumulator, first step, width) takes those of A."""
+
+                    @pl.loop(0, count)
+                    def _step(k):
+                        slot = mod(first + k, c.stages)
+                        plgpu.barrier_wait(full.at[slot])
+                        left, right = x_smem.at[slot, my_rows], w_smem.at[slot]
+                        plgpu.wgmma(acc, left, right.transpose((1, 0)) if transposed else right)
+                        if second is not None:
+                            a_acc, first_a, width = second
+                            a_slot = mod(first_a + k, a_stages)
+                            plgpu.barrier_wait(a_full.at[a_slot])
+                            plgpu.wgmma(a_acc, left, a_smem.at[a_slot, pl.ds(0, width)].transpose((1, 0)))
+                            plgpu.wgmma_wait(0)
+                            plgpu.barrier_arrive(a_free.at[a_slot])
+                        plgpu.wgmma_wait(0)  # the other warpgroup keeps the tensor cores busy meanwhile
+                        plgpu.barrier_arrive(free.at[slot])
+
+                def vector(ref, width):
+                    """Load one number per column, to be applied to an accumulator."""
+                    row = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+                    return lax.broadcast_in_dim(row.astype(jnp.float32), (ROWS, width), [1])
+
+                def store(total, ref, job, row, column, buffer=out_smem):
+                    slots, _, width = buffer.shape[1:]
+                    for k in range(total.shape[1] // width):
+                        slot = k % slots
+                        plgpu.wait_smem_to_gmem(slots - 1 if k else 0, wait_read_only=True)
+                        buffer[wg, slot] = total[:, k * width : (k + 1) * width].astype(dtype)
+                        plgpu.commit_smem()
+                        target = ref.at[job, pl.ds(row + wg * ROWS, ROWS), pl.ds(column + k * width, width)]
+                        plgpu.copy_smem_to_gmem(buffer.at[wg, slot], target)
+
+                def lead(acc, a_accs, i, index, job, row):
+                    """Run a leader's products, with its shrinks."""
+                    first, first_a = i * steps, i * a_steps
+                    for p, count in enumerate(k_steps):
+                        if p not in shrink_of:
+                            multiply(acc, first, count)
+                        else:
+                            s = shrink_of[p]
+                            multiply(acc, first, count, (a_accs[s], first_a, widths[s]))
+                            # the last cluster may hold a row tile beyond the last job
+                            scale = vector(shrink_refs[s][1].at[jnp.minimum(job, jobs - 1)], widths[s])
+                            store(a_accs[s][...] * scale, su_refs[s], job, row, 0, u_smem[s] or out_smem)
+                            if s in awaited:
+                                plgpu.wait_smem_to_gmem(0)
+                                plgpu.barrier_arrive(u_done.at[s])
+                                if flags:
+                                    pl.semaphore_signal(ready.at[s, index])
+                            first_a += count
+                        first += count
+                    if extras:
+                        multiply(acc, first, sum(e_steps))
+
+                def on_tile(i, leads, index, job, row, column):
+                    def run(acc, *a_accs):
+                        if leads:
+                            lead(acc, a_accs, i, index, job, row)
+                        else:
+                            multiply(acc, i * steps, steps)
+                        return acc[...]
+
+                    accs = (c.tile_n, *(widths if leads else ()))
+                    total = pl.run_scoped(run, *(plgpu.ACC((ROWS, width), jnp.float32) for width in accs))
+                    if bias_ref is not None:
+                        total += vector(bias_ref.at[pl.ds(column, c.tile_n)], c.tile_n)
+                    store(total, out_ref, job, row, column)
+
+                walk(on_tile)
+                plgpu.wait_smem_to_gmem(0)
+
+        w_tile = (c.tile_n, TILE_K) if transposed else (TILE_K, c.tile_n)
+        arrivals = {"num_arrivals": WGS, "num_barriers": c.stages}
+        pl.run_scoped(
+            scope,
+            x_smem=_swizzled((c.stages, TILE_M, TILE_K), dtype),
+            w_smem=_swizzled((c.stages, *w_tile), dtype),
+            out_smem=_swizzled((WGS, c.out_slots, ROWS, PIECE), dtype),
+            full=plgpu.Barrier(num_arrivals=2, num_barriers=c.stages),
+            free=plgpu.ClusterBarrier(collective_axes=("cluster",), **arrivals)
+            if c.cluster > 1
+            else plgpu.Barrier(**arrivals),
+            a_smem=_swizzled((a_stages, most, TILE_K), dtype) if shrinks else None,
+            u_smem=[_swizzled((WGS, 1, ROWS, w), dtype) if w < PIECE else None for w in widths],
+            a_full=plgpu.Barrier(num_barriers=a_stages) if shrinks else None,
+            a_free=plgpu.Barrier(num_arrivals=WGS, num_barriers=a_stages) if shrinks else None,
+            u_done=plgpu.Barrier(num_arrivals=WGS, num_barriers=len(shrinks)) if shrinks else None,
+            collective_axes="wg",
+        )
+
+    out, *us = plgpu.kernel(
+        body,
+        out_type=[jax.ShapeDtypeStruct((jobs, tokens, n), dtype)]
+        + [jax.ShapeDtypeStruct((jobs, tokens, s.a.shape[1]), dtype) for s in shrinks],
+        grid=(clusters,),
+        grid_names=("sm",),
+        cluster=(c.cluster,),
+        cluster_names=("cluster",),
+        num_threads=WGS + 1,
+        thread_name="wg",
+        interpret=interpret,
+    )(*flat)
+    return out, tuple(us)

@@ -1,0 +1,69 @@
+"""Packed forward and backward through the interpreted kernel against float64, on fixed and drawn shapes."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels import hopper
+
+from .problems import INTERPRET, ONE_BLOCK, exact, packed, raced, worst
+
+TOLERANCE = 8e-3  # a few roundings to bf16, each 2^-9 in norm
+
+
+def check(*shape, **options):
+    x, mask, sites, dys = packed(*shape, **options)
+    ys, us = hopper.forward(x, mask, sites, config=lambda site: ONE_BLOCK, interpret=INTERPRET)
+    assert not raced()
+    grads = hopper.backward(x, mask, sites, us, dys, config=ONE_BLOCK, interpret=INTERPRET)
+    assert not raced()
+    (want_ys, want_us), want_grads = exact(x, mask, sites, dys)
+    assert worst(ys, want_ys) < TOLERANCE
+    assert worst(us, want_us) < TOLERANCE
+    assert worst(grads, want_grads) < TOLERANCE
+    assert all(g.dtype == jnp.float32 for g in (*grads[1], *grads[2]) if g is not None)
+
+
+@pytest.mark.parametrize(
+    "shape, options",
+    [
+        ((2, 72, 128, (128, 64), (8, 8)), {}),  # sites that share x and a shrink
+        ((1, 64, 64, (64, 64), (5, 0)), {"dropout": True}),  # a rank no copy can take, a site without adapter
+        ((1, 64, 64, (64,), (96,)), {"bias": False}),  # padded to two steps of ranks
+        ((1, 16, 64, (64,), (256,)), {}),  # too wide for a leader tile
+    ],
+)
+def test_packed_equals_float64(shape, options):
+    check(*shape, **options)
+
+
+@settings(max_examples=4, deadline=None, derandomize=True)
+@given(
+    jobs=st.integers(1, 3),
+    tokens=st.integers(1, 20).map(lambda n: 8 * n),
+    d_in=st.sampled_from([64, 128]),
+    sites=st.lists(st.tuples(st.sampled_from([64, 128, 192]), st.integers(0, 70)), min_size=1, max_size=2),
+    dropout=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_any_shape_and_rank(jobs, tokens, d_in, sites, dropout, seed):
+    d_outs, ranks = zip(*sites, strict=True)
+    if any(ranks):
+        check(jobs, tokens, d_in, d_outs, ranks, dropout=dropout, seed=seed)
+
+
+@pytest.mark.parametrize(
+    "at, rank, rows", [(0, 8, 24), (16, 8, 24), (32, 32, 96), (64, 32, 128), (0, 128, 128)]
+)
+def test_expansion_puts_b_where_the_stack_has_a(at, rank, rows):
+    b = jnp.asarray(np.random.default_rng(0).standard_normal((2, 64, rank)), jnp.float32)
+    e, first = hopper.expansion(b, at, rows, jnp.float32)
+    assert first % 64 == 0
+    assert first + e.shape[1] <= rows
+    full = np.zeros((2, rows, 64))
+    full[:, first : first + e.shape[1]] = e
+    want = np.zeros((2, rows, 64))
+    want[:, at : at + rank] = np.swapaxes(b, 1, 2)
+    np.testing.assert_array_equal(full, want)
