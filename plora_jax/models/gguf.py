@@ -120,6 +120,10 @@ def _config_json(fields: dict[str, Any], reader: Any, name: str) -> dict[str, An
     def get(key: str, default: Any = None) -> Any:
         return fields.get(f"{arch}.{key}", default)
 
+    if fields.get("split.count", 0) > 1:
+        raise UserError(
+            f"{name}: one of several split files, which is not supported; merge them with gguf-split"
+        )
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     if get("expert_count"):
         raise UserError(f"{name}: a mixture of experts is not supported")

@@ -11,6 +11,7 @@ LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
+LLAMA3_PRE = ("llama-bpe", "llama3")
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
@@ -27,7 +28,9 @@ def _splits() -> dict[str, Callable[[], Any]]:
         "smollm": lambda: Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]),
         "gpt-2": lambda: ByteLevel(add_prefix_space=False),
         "llama-bpe": lambda: regex(LLAMA3),
+        "llama3": lambda: regex(LLAMA3),
         "qwen2": lambda: regex(QWEN2),
+        "deepseek-r1-qwen": lambda: regex(QWEN2),
     }
 
 
@@ -63,7 +66,8 @@ def tokenizer_from_gguf(fields: dict[str, Any], name: str) -> Any:
         return None if index is None else tokens[int(index)]
 
     bos = named("bos")
-    if bos and fields.get("tokenizer.ggml.add_bos_token", kind == "llama"):
+    starts = kind == "llama" or fields.get("tokenizer.ggml.pre") in LLAMA3_PRE  # where the file does not say
+    if bos and fields.get("tokenizer.ggml.add_bos_token", starts):
         index = int(fields["tokenizer.ggml.bos_token_id"])
         backend.post_processor = TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, index)]
@@ -88,10 +92,10 @@ def _byte_bpe(fields: dict[str, Any], name: str) -> Any:
         raise UserError(f"{name}: pre-tokenizer {pre!r} is not supported; supported are {', '.join(splits)}")
     merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
     vocab = {token: i for i, token in enumerate(fields["tokenizer.ggml.tokens"])}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in LLAMA3_PRE))
     backend.pre_tokenizer = splits[pre]()
     backend.decoder = decoders.ByteLevel()
-    if pre == "qwen2":
+    if "qwen" in pre:
         backend.normalizer = normalizers.NFC()
     return backend
 

@@ -138,6 +138,16 @@ def test_unknown_architecture_and_broken_file(tmp_path):
         load_base(str(tmp_path / "broken.gguf"))
 
 
+def test_split_files_are_refused(tmp_path):
+    out = GGUFWriter(str(tmp_path / "m-00001-of-00002.gguf"), "llama")
+    out.add_uint16("split.count", 2)
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.close()
+    with pytest.raises(UserError, match="one of several split files"):
+        load_base(str(tmp_path / "m-00001-of-00002.gguf"))
+
+
 def test_missing_tensor_is_named_as_transformers_does(tmp_path):
     hf = {**tiny.LLAMA, "num_hidden_layers": 1}
     write_gguf(

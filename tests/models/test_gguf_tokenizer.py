@@ -43,6 +43,16 @@ def test_digits_split_as_each_family_does(pre, pieces):
     assert tokenizer.decode(ids) == text
 
 
+def test_llama3_starts_with_bos_unless_told_otherwise():
+    fields = byte_level("llama-bpe", DIGITS, special=("<|begin|>", "<|end|>"))
+    begin = len(fields["tokenizer.ggml.tokens"]) - 2
+    fields["tokenizer.ggml.bos_token_id"] = begin
+    assert tokenizer_from_gguf(fields, "m.gguf")("12").input_ids[0] == begin
+    assert tokenizer_from_gguf(fields, "m.gguf")("12", add_special_tokens=False).input_ids[0] != begin
+    fields["tokenizer.ggml.add_bos_token"] = False
+    assert tokenizer_from_gguf(fields, "m.gguf")("12").input_ids[0] != begin
+
+
 def test_chat_template_comes_along():
     tokenizer = tokenizer_from_gguf(byte_level("qwen2", DIGITS), "m.gguf")
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
