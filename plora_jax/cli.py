@@ -96,6 +96,17 @@ def _count(text: str) -> int:
     return value
 
 
+def _target(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a directory; name a file")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"{text} cannot be written: the directory {path.parent} does not exist"
+        )
+    return path
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="plora", description="Train many LoRA configurations at once on one frozen base model."
@@ -122,8 +133,8 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--devices", help="such as 8xA100-40GB, or cpu (default: the sweep's, else this machine)"
     )
-    sub.add_argument("--json", type=Path, metavar="FILE", help="write the plan as JSON")
-    sub.add_argument("--svg", type=Path, metavar="FILE", help="draw the plan in time, device by device")
+    sub.add_argument("--json", type=_target, metavar="FILE", help="write the plan as JSON")
+    sub.add_argument("--svg", type=_target, metavar="FILE", help="draw the plan in time, device by device")
     sub.add_argument("--explain", action="store_true", help="say what limits each pack, and why these slots")
     sub.add_argument("--cost-model", type=Path, metavar="FILE", help="measured times and memory to plan with")
     sub.add_argument("--rows", type=_count, metavar="N", help="training rows, when the data is not at hand")
@@ -159,7 +170,7 @@ def _parser() -> argparse.ArgumentParser:
         "--max-length", type=_count, default=1024, metavar="N", help="longest row in tokens (default: 1024)"
     )
     sub.add_argument(
-        "--json", type=Path, metavar="FILE", help="write one row for the base and one for each adapter"
+        "--json", type=_target, metavar="FILE", help="write one row for the base and one for each adapter"
     )
 
     sub = command("merge", _merge, "Merge an adapter into its base model and write a Hugging Face model.")
@@ -193,7 +204,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--precision", choices=["auto", "fp32", "bf16"], default="auto", help="of the frozen base"
     )
-    sub.add_argument("--json", type=Path, metavar="FILE", help="write the measurement as JSON")
+    sub.add_argument("--json", type=_target, metavar="FILE", help="write the measurement as JSON")
 
     sub = command("doctor", _doctor, "Show what was found on this machine and what is missing.")
     sub.add_argument("--model", help="also describe this model: what would be trained, what is unsupported")
@@ -243,8 +254,6 @@ def _eval(args: argparse.Namespace) -> int:
             raise UserError(
                 f"--adapter {adapter}: no adapter_config.json there; give a PEFT adapter directory"
             )
-    if args.json and not args.json.parent.is_dir():
-        raise UserError(f"--json {args.json}: the directory {args.json.parent} does not exist")
     from plora_jax.evaluate import eval_command
 
     return eval_command(
@@ -259,8 +268,6 @@ def _merge(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    if args.json and not args.json.parent.is_dir():
-        raise UserError(f"--json {args.json}: the directory {args.json.parent} does not exist")
     from plora_jax.bench import bench_step_command
 
     return bench_step_command(

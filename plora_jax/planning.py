@@ -227,12 +227,6 @@ def _this_device(text: str) -> planner.Devices:
 
 def plan_command(sweep: Sweep, jobs: Sequence[Job], args: Namespace) -> int:
     """Plan a sweep for the command line: print the plan, and write it where `--json` and `--svg` say."""
-    for option, target in (("--json", args.json), ("--svg", args.svg)):
-        if target and (target.is_dir() or not target.parent.is_dir()):
-            reason = (
-                "it is a directory" if target.is_dir() else f"the directory {target.parent} does not exist"
-            )
-            raise UserError(f"{option} {target}: cannot be written; {reason}")
     cost = planner.CostModel.load(args.cost_model) if args.cost_model else None
     problem = sweep_problem(sweep, jobs, devices=args.devices, rows=args.rows)
     plan = solve(problem, cost)

@@ -362,7 +362,7 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["plan", "sweep.yaml", "--devices", "0xH100"], "count must be between 1"),
     (["plan", "sweep.yaml", "--devices", "many"], "is not known"),
     (["plan", "sweep.yaml", "--json", "no/such/dir/plan.json"], "does not exist"),
-    (["plan", "sweep.yaml", "--svg", "model"], "it is a directory"),
+    (["plan", "sweep.yaml", "--svg", "model"], "model is a directory; name a file"),
     (["plan", "sweep.yaml", "--rows", "0"], "'0' is not a whole number of at least 1"),
     (["plan", "sweep.yaml", "--rows", "many"], "'many' is not a whole number"),
     (["plan", "sweep.yaml", "--cost-model", "gone.json"], "cost model gone.json"),
