@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Float, Int32
 
 from plora_jax.data.encode import Coder
 from plora_jax.data.examples import Examples, Source
@@ -19,17 +20,17 @@ MAX_DISTINCT = 100
 class Choices(NamedTuple):
     """Hold the sequences to run and, for each token to score, where its log-probability is found.
 
-    Arrays `row`, `option`, `sequence`, `position`, `target` (int32 [K]) have one entry a scored token: the
+    Arrays `row`, `option`, `sequence`, `position`, `target` have one entry a scored token: the
     hidden state at `position` of `sequences[sequence]` predicts `target`, a token of that row's `option`.
     """
 
-    sequences: list[np.ndarray]
-    row: np.ndarray
-    option: np.ndarray
-    sequence: np.ndarray
-    position: np.ndarray
-    target: np.ndarray
-    correct: np.ndarray  # int32 [rows]
+    sequences: list[Int32[np.ndarray, " S"]]
+    row: Int32[np.ndarray, " K"]
+    option: Int32[np.ndarray, " K"]
+    sequence: Int32[np.ndarray, " K"]
+    position: Int32[np.ndarray, " K"]
+    target: Int32[np.ndarray, " K"]
+    correct: Int32[np.ndarray, " rows"]
     options: list[tuple[str, ...]]
 
 
@@ -117,8 +118,8 @@ def _share(inputs: list[np.ndarray], sequences: list[np.ndarray]) -> list[int]:
     return homes
 
 
-def option_scores(choices: Choices, logprobs: np.ndarray) -> np.ndarray:
-    """Return mean log-probabilities [rows, most options] from `logprobs` [K]; -inf where no option is."""
+def option_scores(choices: Choices, logprobs: Float[np.ndarray, " K"]) -> Float[np.ndarray, "rows options"]:
+    """Return the mean log-probability of each option from those of its tokens; -inf where no option is."""
     shape = (len(choices.correct), max(map(len, choices.options)))
     total, count = np.zeros(shape), np.zeros(shape)
     np.add.at(total, (choices.row, choices.option), logprobs)
@@ -126,7 +127,7 @@ def option_scores(choices: Choices, logprobs: np.ndarray) -> np.ndarray:
     return np.where(count > 0, total / np.maximum(count, 1), -np.inf)
 
 
-def accuracy(choices: Choices, logprobs: np.ndarray) -> float:
+def accuracy(choices: Choices, logprobs: Float[np.ndarray, " K"]) -> float:
     """Return the share of rows whose right option has the highest score; NaN scores never win."""
     scores = np.nan_to_num(option_scores(choices, logprobs), nan=-np.inf)
     best = scores.argmax(axis=1)

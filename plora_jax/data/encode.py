@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from jaxtyping import Bool, Int32, Int64
 
 from plora_jax.data.examples import DataReport, Examples, Source
 from plora_jax.data.formats import FIELDS, Record, to_record
@@ -27,11 +28,11 @@ class Draft(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """Hold one tokenised text: ids int32 [S] and the characters [start, end) of each token, int64 [S]."""
+    """Hold one tokenised text: its ids and the characters [start, end) of each token."""
 
-    ids: np.ndarray
-    start: np.ndarray
-    end: np.ndarray
+    ids: Int32[np.ndarray, " S"]
+    start: Int64[np.ndarray, " S"]
+    end: Int64[np.ndarray, " S"]
 
 
 class Coder:
@@ -87,8 +88,8 @@ class Coder:
         """Tell whether the text after an assistant's words has a special token, which ends the turn."""
         return any(token in text for token in self.special_texts)
 
-    def labels(self, encoded: Encoded, spans: Iterable[Span]) -> np.ndarray:
-        """Mark [S] the tokens that overlap a span's content, and its end mark up to a special token.
+    def labels(self, encoded: Encoded, spans: Iterable[Span]) -> Bool[np.ndarray, " S"]:
+        """Mark the tokens that overlap a span's content, and its end mark up to a special token.
 
         A token that straddles a span's border is a label: without it the span's first characters would never
         be learnt.
@@ -119,8 +120,11 @@ def draft(record: Record, template: Template, coder: Coder) -> Draft:
     return Draft(text[: last.stop] if unended else text, spans, unended, source)
 
 
-def encode_drafts(drafts: Sequence[Draft], coder: Coder) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield (tokens int32 [S], trained bool [S]) of each draft."""
+Labelled = tuple[Int32[np.ndarray, " S"], Bool[np.ndarray, " S"]]
+
+
+def encode_drafts(drafts: Sequence[Draft], coder: Coder) -> Iterator[Labelled]:
+    """Yield the tokens of each draft and which of them are labels."""
     sources = [d.source for d in drafts]
     encoded = coder.encode([d.text for d in drafts], [s.bos for s in sources], [s.where for s in sources])
     for one, piece in zip(drafts, encoded, strict=True):
@@ -152,9 +156,7 @@ def read_examples(
         raise UserError(f"data.format is {format!r}; allowed: auto, {', '.join(FIELDS)}.")
     faults, formats = Faults(on_bad_row), Counter[str]()
     coder, template = Coder(tokenizer, vocab_size), Template(tokenizer)
-    tokens: list[np.ndarray] = []
-    trained: list[np.ndarray] = []
-    sources: list[Source] = []
+    kept: list[tuple[Labelled, Source]] = []
     lost = Counter[str]()
     notes: set[str] = set()
 
@@ -174,28 +176,14 @@ def read_examples(
                 yield drawn
 
     for chunk in batched(drafts(), 512):
-        for one, (ids, mask) in zip(chunk, encode_drafts(chunk, coder), strict=True):
-            if len(ids) > max_length:
-                if on_long == "error":
-                    raise UserError(
-                        f"{one.source.where}: has {len(ids)} tokens, more than data.max_length {max_length} "
-                        "(data.on_long: truncate or drop lets it pass)."
-                    )
-                if on_long == "drop":
-                    lost["too_long"] += 1
-                    continue
-                ids, mask = ids[:max_length], mask[:max_length]
-                if mask.any():
-                    lost["truncated"] += 1
-            if not mask.any():
-                lost["untrained"] += 1
-                continue
-            tokens.append(ids)
-            trained.append(mask)
-            sources.append(one.source)
+        for one, labelled in zip(chunk, encode_drafts(chunk, coder), strict=True):
+            fitted = _fit(labelled, max_length, on_long, one.source.where, lost)
+            if fitted is not None:
+                kept.append((fitted, one.source))
 
     if coder.eos is None:
         notes.add("the tokenizer has no EOS token, so none is trained")
+    tokens, trained = [ids for (ids, _), _ in kept], [mask for (_, mask), _ in kept]
     report = DataReport(
         path=str(path),
         formats=dict(formats),
@@ -213,7 +201,27 @@ def read_examples(
     )
     if not tokens:
         raise UserError(f"{path}: no row is left to train on ({report.rows} read). {report}.")
-    return Examples(tokens, trained, report, sources)
+    return Examples(tokens, trained, report, [source for _, source in kept])
+
+
+def _fit(
+    labelled: Labelled, max_length: int, on_long: OnLong, where: str, lost: Counter[str]
+) -> Labelled | None:
+    """Cut a row to `max_length`, or None where it is dropped; what happens is counted in `lost`."""
+    ids, mask = labelled
+    if len(ids) > max_length and on_long == "error":
+        raise UserError(
+            f"{where}: has {len(ids)} tokens, more than data.max_length {max_length} "
+            "(data.on_long: truncate or drop lets it pass)."
+        )
+    if len(ids) > max_length and on_long == "drop":
+        lost["too_long"] += 1
+        return None
+    if not mask[:max_length].any():
+        lost["untrained"] += 1
+        return None
+    lost["truncated"] += len(ids) > max_length
+    return ids[:max_length], mask[:max_length]
 
 
 def _notes(record: Record, template: Template) -> Iterator[str]:

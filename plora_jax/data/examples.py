@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Bool, Int32, Int64
 
 
 class Source(NamedTuple):
@@ -63,13 +64,13 @@ class DataReport:
 
 @dataclass(frozen=True)
 class Examples:
-    """Hold n token sequences: `tokens[i]` int32 [S_i]; `trained[i]` bool [S_i] marks those that are labels.
+    """Hold n token sequences; `trained[i]` marks the tokens of `tokens[i]` that are labels.
 
     The first token is never a label. `digest` names the content, so that equal data can be told by it.
     """
 
-    tokens: Sequence[np.ndarray]
-    trained: Sequence[np.ndarray]
+    tokens: Sequence[Int32[np.ndarray, " S"]]
+    trained: Sequence[Bool[np.ndarray, " S"]]
     report: DataReport
     sources: Sequence[Source] = field(default=(), repr=False)
 
@@ -77,23 +78,23 @@ class Examples:
         return len(self.tokens)
 
     @cached_property
-    def lengths(self) -> np.ndarray:
-        """Give the tokens of each row, int64 [n]."""
+    def lengths(self) -> Int64[np.ndarray, " n"]:
+        """Count the tokens of each row."""
         return np.array([len(t) for t in self.tokens], dtype=np.int64)
 
     @cached_property
-    def counts(self) -> np.ndarray:
-        """Give the labels of each row, int64 [n]."""
+    def counts(self) -> Int64[np.ndarray, " n"]:
+        """Count the labels of each row."""
         return np.array([int(t.sum()) for t in self.trained], dtype=np.int64)
 
     @cached_property
-    def heads(self) -> list[np.ndarray]:
-        """Give, for each row, the positions (int32) that predict a label: the one before each label."""
+    def heads(self) -> list[Int32[np.ndarray, " P"]]:
+        """Give, for each row, the positions that predict a label: the one before each label."""
         return [np.flatnonzero(t[1:]).astype(np.int32) for t in self.trained]
 
     @cached_property
-    def targets(self) -> list[np.ndarray]:
-        """Give, for each row, the label at each of `heads`, int32."""
+    def targets(self) -> list[Int32[np.ndarray, " P"]]:
+        """Give, for each row, the label at each of `heads`."""
         return [t[h + 1] for t, h in zip(self.tokens, self.heads, strict=True)]
 
     @cached_property

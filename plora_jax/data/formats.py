@@ -140,6 +140,8 @@ def _turns(row: Row, format: str) -> tuple[Turn, ...]:
             raise UserError(
                 f"{row.where}: {at}.{role_key} is {item[role_key]!r}; allowed: {', '.join(allowed)}."
             )
+        if item.get("tool_calls"):
+            raise UserError(f"{row.where}: {at}.tool_calls: calls of tools cannot be trained on, only text.")
         turns.append(Turn(role, _content(row.where, f"{at}.{text_key}", item[text_key])))
     if all(t.role != "assistant" for t in turns):
         raise UserError(

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Int32, Int64
 
 from plora_jax.data.examples import Examples
 from plora_jax.data.order import order
@@ -70,13 +71,13 @@ def _order(data_seed: int, epoch: int, n: int) -> np.ndarray:
     return rows
 
 
-def open_batch(slot: Slot, cursor: Cursor) -> np.ndarray:
+def open_batch(slot: Slot, cursor: Cursor) -> Int64[np.ndarray, " k"]:
     """Return the rows of the slot's open optimizer batch; the last one of an epoch may be short."""
     rows = _order(slot.data_seed, cursor.epoch, len(slot.examples))
     return rows[cursor.offset : cursor.offset + slot.batch_size]
 
 
-def pending(slot: Slot, cursor: Cursor, group: int | None) -> np.ndarray:
+def pending(slot: Slot, cursor: Cursor, group: int | None) -> Int64[np.ndarray, " k"]:
     """Return which rows of the open batch (indices into it) are next: those not taken yet.
 
     With `group` only those up to the next multiple of it: counted so, slots of unlike batch sizes stay in
@@ -89,7 +90,7 @@ def pending(slot: Slot, cursor: Cursor, group: int | None) -> np.ndarray:
     return np.arange(done, min(size, (done // group + 1) * group))
 
 
-def advance(slot: Slot, cursor: Cursor, took: np.ndarray) -> tuple[Cursor, bool]:
+def advance(slot: Slot, cursor: Cursor, took: Int64[np.ndarray, " k"]) -> tuple[Cursor, bool]:
     """Move the cursor over rows `took` of the open batch; return it and whether that closes the batch."""
     n = len(slot.examples)
     size = min(slot.batch_size, n - cursor.offset)
@@ -100,7 +101,9 @@ def advance(slot: Slot, cursor: Cursor, took: np.ndarray) -> tuple[Cursor, bool]
     return Cursor(cursor.epoch + epoch, offset, cursor.step + 1), True
 
 
-def leading(lengths: np.ndarray, counts: np.ndarray, m: int, fill: bool, shape: Shape) -> np.ndarray:
+def leading(
+    lengths: Int64[np.ndarray, " k"], counts: Int64[np.ndarray, " k"], m: int, fill: bool, shape: Shape
+) -> Int64[np.ndarray, " k"]:
     """Return the longest prefix of the examples, as indices, that fits m sequences of `shape`."""
     for k in range(len(lengths) if fill else min(m, len(lengths)), 0, -1):
         need = load(lengths[:k], counts[:k], m, fill)
@@ -109,7 +112,9 @@ def leading(lengths: np.ndarray, counts: np.ndarray, m: int, fill: bool, shape: 
     return np.arange(0)
 
 
-def selection(lengths: np.ndarray, counts: np.ndarray, m: int, shape: Shape) -> np.ndarray:
+def selection(
+    lengths: Int64[np.ndarray, " k"], counts: Int64[np.ndarray, " k"], m: int, shape: Shape
+) -> Int64[np.ndarray, " k"]:
     """Return examples, as indices, that fill m sequences of `shape` well: the longest first, those that fit.
 
     Each goes into the emptiest sequence or not at all, so that `spread` finds the same places again.
@@ -125,8 +130,8 @@ def selection(lengths: np.ndarray, counts: np.ndarray, m: int, shape: Shape) -> 
 
 
 def choose(
-    lengths: Mapping[int, np.ndarray],
-    counts: Mapping[int, np.ndarray],
+    lengths: Mapping[int, Int64[np.ndarray, " k"]],
+    counts: Mapping[int, Int64[np.ndarray, " k"]],
     m: int,
     fill: bool,
     shapes: Sequence[Shape],
@@ -163,13 +168,13 @@ def choose(
 
 
 class Block(NamedTuple):
-    """Hold one slot's part of a batch, int32: [m, S] tokens, positions, rows; [m, P] trained, targets."""
+    """Hold one slot's part of a `Batch`."""
 
-    tokens: np.ndarray
-    positions: np.ndarray
-    rows: np.ndarray
-    trained: np.ndarray
-    targets: np.ndarray
+    tokens: Int32[np.ndarray, "m S"]
+    positions: Int32[np.ndarray, "m S"]
+    rows: Int32[np.ndarray, "m S"]
+    trained: Int32[np.ndarray, "m P"]
+    targets: Int32[np.ndarray, "m P"]
 
 
 def blank(m: int, shape: Shape) -> Block:
@@ -184,7 +189,7 @@ def blank(m: int, shape: Shape) -> Block:
     )
 
 
-def lay_out(examples: Examples, rows: np.ndarray, m: int, fill: bool, shape: Shape) -> Block:
+def lay_out(examples: Examples, rows: Int64[np.ndarray, " k"], m: int, fill: bool, shape: Shape) -> Block:
     """Place the examples `rows`: positions restart at each, `rows` tells them apart, labels stay inside each.
 
     An example's labels are predicted from its own positions alone: nothing is trained across a border.

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Int64
 
 from plora_jax.data.examples import Examples
 from plora_jax.data.order import order
@@ -18,7 +19,7 @@ class Shape(NamedTuple):
     P: int
 
 
-def spread(lengths: np.ndarray, m: int, fill: bool) -> np.ndarray:
+def spread(lengths: Int64[np.ndarray, " k"], m: int, fill: bool) -> Int64[np.ndarray, " k"]:
     """Return the sequence (0 … m-1) of each of k examples: one each, or with `fill` balanced by length.
 
     With `fill` the longest goes first, each into the emptiest sequence (Graham 1969). Without it k ≤ m.
@@ -35,7 +36,7 @@ def spread(lengths: np.ndarray, m: int, fill: bool) -> np.ndarray:
     return home
 
 
-def load(lengths: np.ndarray, counts: np.ndarray, m: int, fill: bool) -> Shape:
+def load(lengths: Int64[np.ndarray, " k"], counts: Int64[np.ndarray, " k"], m: int, fill: bool) -> Shape:
     """Return the least shape that holds k examples in m sequences: its fullest and its most trained one."""
     if fill and m == 1:
         return Shape(int(lengths.sum()), int(counts.sum()))
@@ -51,7 +52,7 @@ def _round_up(x: np.ndarray, multiple: int) -> np.ndarray:
     return -(-x // multiple) * multiple
 
 
-def split_lengths(loads: np.ndarray, limit: int, multiple: int = 8) -> list[int]:
+def split_lengths(loads: Int64[np.ndarray, " n"], limit: int, multiple: int = 8) -> list[int]:
     """Return at most `limit` multiples of `multiple` that pad `loads` least in total (dynamic programme)."""
     step = multiple
     while len(tops := np.unique(_round_up(loads, step))) > 512:

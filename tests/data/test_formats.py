@@ -113,6 +113,10 @@ def turn(role="user", content="q"):
             "field 'messages[1].content' holds null where text is due",
         ),
         ({"messages": [turn("assistant", [{"type": "image"}])]}, "messages[0].content[0] is not a text part"),
+        (
+            {"messages": [turn("assistant", "") | {"tool_calls": [{}]}]},
+            "messages[0].tool_calls: calls of tools",
+        ),
         ({"messages": [turn()]}, "field 'messages' has no assistant turn"),
         ({"conversations": [{"from": "human", "text": "q"}]}, "conversations[0] has no field 'value'"),
         (
