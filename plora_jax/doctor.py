@@ -28,9 +28,9 @@ JAX_SECONDS = (
     120  # a first initialisation of CUDA can take most of a minute; a broken driver can hang for ever
 )
 PROBE = """
-import json, jax
-devices = jax.devices()
-print(json.dumps({"backend": jax.default_backend(), "devices": [d.device_kind for d in devices]}))
+import json, jax, pallas_kernels
+kernel = pallas_kernels.choose("bfloat16", 8, 1024, 4096, (4096,), (32,))
+print(json.dumps([jax.default_backend(), [d.device_kind for d in jax.devices()], kernel]))
 """
 
 
@@ -47,7 +47,7 @@ def doctor(model: str | None = None) -> int:
     from plora_jax.models.describe import describe
 
     described = describe(model) if model else ""  # a model that cannot be used is told before all else
-    findings = [*packages(), machine(), driver(), *accelerator(), kernels(), hub(), disk()]
+    findings = [*packages(), machine(), driver(), *accelerator(), hub(), disk()]
     marks = {"ok": "ok  ", "note": "note", "bad": "BAD "}
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
@@ -106,7 +106,7 @@ def driver() -> Finding:
 
 
 def accelerator() -> list[Finding]:
-    """Report what JAX computes on, asked in another process so that a broken driver cannot hang this one."""
+    """Report what JAX computes on and by which kernels, asked in another process: a broken driver may hang."""
     try:
         command = [sys.executable, "-c", PROBE]
         done = subprocess.run(command, capture_output=True, text=True, timeout=JAX_SECONDS)
@@ -116,20 +116,13 @@ def accelerator() -> list[Finding]:
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         return [Finding("jax", "bad", f"does not start: {lines[-1] if lines else 'no message'}")]
-    told = json.loads(done.stdout.splitlines()[-1])
-    kinds = ", ".join(f"{told['devices'].count(kind)} × {kind}" for kind in dict.fromkeys(told["devices"]))
-    out = [Finding("jax", "ok", f"computes on {told['backend']}: {kinds}")]
-    if told["backend"] == "cpu" and gpus():
+    backend, found, (kernel, reason) = json.loads(done.stdout.splitlines()[-1])
+    kinds = ", ".join(f"{found.count(kind)} × {kind}" for kind in dict.fromkeys(found))
+    out = [Finding("jax", "ok", f"computes on {backend}: {kinds}")]
+    if backend == "cpu" and gpus():
         text = "there is a GPU that JAX does not use; install its CUDA build: pip install 'plora-jax[cuda]'"
         out.append(Finding("jax on gpu", "note", text))
-    return out
-
-
-def kernels() -> Finding:
-    """Report which implementation of the packed LoRA product this machine would use."""
-    if gpus():
-        return Finding("kernels", "ok", "Pallas GPU kernels where they serve the shape, else XLA")
-    return Finding("kernels", "ok", "XLA (the Pallas kernels need an NVIDIA GPU)")
+    return [*out, Finding("kernels", "ok", f"{kernel}: {reason}")]
 
 
 def hub() -> Finding:

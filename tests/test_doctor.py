@@ -39,11 +39,18 @@ def test_this_machine_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_gpu_that_jax_does_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "gpus", lambda: [H100, H100])
     assert doctor.driver() == ("gpu driver", "ok", "2 × NVIDIA H100 80GB HBM3, 80 GiB; driver 580.10")
-    told = jax_says(monkeypatch, '{"backend": "cpu", "devices": ["cpu"]}\n')
-    assert [(finding.name, finding.state) for finding in told] == [("jax", "ok"), ("jax on gpu", "note")]
+    told = jax_says(monkeypatch, '["cpu", ["cpu"], ["xla", "no kernel for cpu"]]\n')
+    assert [(finding.name, finding.state) for finding in told] == [
+        ("jax", "ok"),
+        ("jax on gpu", "note"),
+        ("kernels", "ok"),
+    ]
     assert "plora-jax[cuda]" in told[1].text
-    told = jax_says(monkeypatch, '{"backend": "gpu", "devices": ["NVIDIA H100", "NVIDIA H100"]}\n')
-    assert told == [("jax", "ok", "computes on gpu: 2 × NVIDIA H100")]
+    told = jax_says(monkeypatch, '["gpu", ["NVIDIA H100", "NVIDIA H100"], ["hopper", "fused kernel"]]\n')
+    assert told == [
+        ("jax", "ok", "computes on gpu: 2 × NVIDIA H100"),
+        ("kernels", "ok", "hopper: fused kernel"),
+    ]
 
 
 def test_a_jax_that_does_not_start(
