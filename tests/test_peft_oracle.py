@@ -14,12 +14,10 @@ from safetensors.numpy import load_file
 
 from plora_jax import adapters as lora
 from plora_jax import peft
-from plora_jax.batch import Batch
 from plora_jax.jobs import Job
 from plora_jax.models.decoder import LoRA
-from plora_jax.step import empty_pack, fresh_slot, make_load_slot, make_train_step, pack_spec
 from tests.goldens import peft_recipe as recipe
-from tests.peft_cases import GOLDENS, base_of, job_of, probe_logits
+from tests.peft_cases import GOLDENS, base_of, job_of, probe_logits, run_pack
 
 GOLDEN = json.loads((GOLDENS / "peft.json").read_text())
 FAMILIES = {f: [n for n, s in recipe.SETTINGS.items() if s["model"] == f] for f in recipe.MODELS}
@@ -53,46 +51,19 @@ def start_of(config: lora.ModelConfig, job: Job) -> lora.Adapter:
     return zeros
 
 
-def micro_batch(rows: list[list[tuple[np.ndarray, np.ndarray]] | None], close: list[bool]) -> Batch:
-    """Lay the slots' rows (None: the slot idles) into one micro-batch, one example a sequence."""
-    m = max(len(slot) for slot in rows if slot)
-    J, S = len(rows), recipe.LENGTH
-    tokens, ids = np.zeros((J, m, S), np.int32), np.full((J, m, S), -1, np.int32)
-    trained, targets = np.zeros((J, m, S), np.int32), np.full((J, m, S), -1, np.int32)
-    for j, slot in enumerate(rows):
-        for i, (row, mask) in enumerate(slot or ()):
-            tokens[j, i, : len(row)], ids[j, i, : len(row)] = row, i
-            at = np.flatnonzero(mask[1:])
-            trained[j, i, : len(at)], targets[j, i, : len(at)] = at, row[at + 1]
-    positions = np.broadcast_to(np.arange(S, dtype=np.int32), (J, m, S))
-    active = np.array([slot is not None for slot in rows])
-    return Batch(tokens, positions, ids, trained, targets, np.zeros(J, np.int32), np.array(close), active)
-
-
 def train(family: str, names: list[str], m: int, directory: Path) -> dict[str, Trained]:
     """Train settings in one pack with m sequences a slot and micro-step."""
     base, jobs = base_of(directory, family), [job_of(name) for name in names]
-    spec = pack_spec(base.config, jobs)
-    load, state = make_load_slot(spec), empty_pack(base.config, spec)
     starts = [start_of(base.config, job) for job in jobs]
-    for slot, (job, start) in enumerate(zip(jobs, starts, strict=True)):
-        state = load(state, slot, *fresh_slot(base.config, spec, job, recipe.STEPS, start))
-    step = make_train_step(base, spec)
-    rows, records = [recipe.rows(name) for name in names], [[] for _ in names]
-    for micro in range(max(len(r) for r in rows) // m):
-        part = [r[micro * m : (micro + 1) * m] or None for r in rows]
-        close = [(micro + 1) * m % job.batch_size == 0 for job in jobs]
-        state, metrics = step(state, base.params, micro_batch(part, close))
-        for slot in np.flatnonzero(metrics.closed):
-            fields = (metrics.loss, metrics.grad_norm, metrics.learning_rate, metrics.tokens)
-            records[slot].append([np.asarray(field)[slot].item() for field in fields])
+    state, records = run_pack(base, jobs, [recipe.rows(name) for name in names], m, starts)
     assert np.asarray(state.step).tolist() == [recipe.STEPS] * len(names)
     assert not np.asarray(state.skipped).any()
     out = {}
     for slot, (name, job) in enumerate(zip(names, jobs, strict=True)):
         final = lora.unstack_adapter(base.config, job, state.weights, slot)
         tensors = (peft.adapter_tensors(base.config, job, adapter) for adapter in (starts[slot], final))
-        out[name] = Trained(*map(list, zip(*records[slot], strict=True)), *tensors)
+        fields = (records[slot][field] for field in ("loss", "grad_norm", "learning_rate", "tokens"))
+        out[name] = Trained(*fields, *tensors)
     return out
 
 
