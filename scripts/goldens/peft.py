@@ -62,8 +62,27 @@ def scheduler(optimizer: torch.optim.Optimizer, setting: dict) -> torch.optim.lr
     warmup = setting.get("warmup_steps")
     if warmup is None:
         warmup = int(np.ceil(setting.get("warmup_ratio", 0.0) * recipe.STEPS))
-    name = "constant_with_warmup" if setting["scheduler"] == "constant" else setting["scheduler"]
-    return transformers.get_scheduler(name, optimizer, warmup, recipe.STEPS)
+    return named_schedule(setting["scheduler"], optimizer, warmup, recipe.STEPS)
+
+
+def named_schedule(
+    name: str, optimizer: torch.optim.Optimizer, warmup: int, total: int
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """Return transformers' schedule of this name; its `constant` has no warmup, so the one with it is taken."""
+    return transformers.get_scheduler(
+        "constant_with_warmup" if name == "constant" else name, optimizer, warmup, total
+    )
+
+
+def rates(name: str, warmup: int, total: int) -> list[float]:
+    """Return the factor on the learning rate at every optimizer step."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule, out = named_schedule(name, optimizer, warmup, total), []
+    for _ in range(total):
+        out.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    return out
 
 
 def token_losses(model: torch.nn.Module, rows: list) -> torch.Tensor:
@@ -137,7 +156,12 @@ def make() -> None:
         print(f"{name:20s} loss {loss[0]:.4f} -> {loss[-1]:.4f}")
     save_file(adapters, GOLDENS / "peft_adapters.safetensors")
     checksums = {f: recipe.checksum(recipe.weights(c)) for f, c in recipe.MODELS.items()}
-    golden = {"versions": VERSIONS, "checksums": checksums, "settings": records}
+    schedules = [
+        {"scheduler": name, "warmup": warmup, "total": total, "factor": rates(name, warmup, total)}
+        for name in ("constant", "linear", "cosine")
+        for warmup, total in recipe.SCHEDULES
+    ]
+    golden = {"versions": VERSIONS, "checksums": checksums, "schedules": schedules, "settings": records}
     (GOLDENS / "peft.json").write_text(json.dumps(golden, indent=1) + "\n")
 
     logits = {}

@@ -107,6 +107,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "rank_pattern": {"o_proj": 3}, "weight_decay": 0.05, "scheduler": "cosine", "warmup_ratio": 0.05,
     },
 }  # fmt: skip
+SCHEDULES = [(0, 10), (1, 10), (3, 10), (10, 10), (0, 1), (1, 1), (10, 103), (0, 50)]  # (warmup, total) steps
 DEFAULTS = {"scheduler": "constant", "max_grad_norm": 1.0, "prompt": 4}
 
 
