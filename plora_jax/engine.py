@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from plora_jax.errors import UserError
 from plora_jax.evaluate import Score, Scorer, runtime_for
 from plora_jax.jobs import Job
 from plora_jax.leaderboard import Result, print_leaderboard, rank, write_leaderboard
-from plora_jax.models.config import ModelConfig
 from plora_jax.models.find import load_config, load_tokenizer
 from plora_jax.models.load import Base, load_base
 from plora_jax.peft import export_adapter, import_adapter
@@ -27,7 +26,7 @@ from plora_jax.planning import check_disk, disk_bytes, plan_jobs, trained_rows
 from plora_jax.progress import Progress, make_console
 from plora_jax.rundir import JsonLines, RunDirectory, check_unused, open_run, write_atomic, write_json
 from plora_jax.step import pack_spec
-from plora_jax.task import Task, read_task
+from plora_jax.task import Task, read_task, start_adapters
 from plora_jax.train import Trained, Work, train_pack
 
 STEPS_PER_SHAPE = 64  # micro-steps that make one more compiled length worth its compilation
@@ -106,20 +105,6 @@ def sweep(
     out = Path(out)
     run_sweep(make_sweep(model=base.name, data=data), jobs, out, base=base, **options)
     return json.loads((out / "leaderboard.json").read_text(encoding="utf-8"))
-
-
-def start_adapters(
-    sweep: Sweep, config: ModelConfig, jobs: Sequence[Job]
-) -> tuple[list[Job], dict[str, Adapter]]:
-    """Read the adapters that jobs start from; such a job takes over the adapter's rank, alpha and targets."""
-    out, starts = [], {}
-    for job in jobs:
-        if job.init_adapter:
-            adapter, fields = import_adapter(sweep.path(job.init_adapter), config)
-            job = replace(job, **fields)
-            starts[job.job_id] = adapter
-        out.append(job)
-    return out, starts
 
 
 def _begin(run: RunDirectory, sweep: Sweep, jobs: Sequence[Job]) -> dict[str, Result]:

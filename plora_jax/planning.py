@@ -110,7 +110,7 @@ def sweep_problem(
 
     config = load_config(sweep.model)
     if any(job.init_adapter for job in jobs):
-        from plora_jax.engine import start_adapters
+        from plora_jax.task import start_adapters
 
         jobs, _ = start_adapters(sweep, config, jobs)
     rows, count, data = rows or sweep.data.rows, token_counter(sweep.model), sweep.data

@@ -1,11 +1,12 @@
-"""A sweep's rows: training data of every job, and the held-out parts laid out for scoring."""
+"""What a sweep is made of besides its configuration: rows to train on and to score, adapters to start from."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
 
+from plora_jax.adapters import Adapter
 from plora_jax.config import DataConfig, Sweep
 from plora_jax.data.choices import make_choices
 from plora_jax.data.encode import read_examples
@@ -13,6 +14,22 @@ from plora_jax.data.examples import Examples, overlap
 from plora_jax.errors import UserError
 from plora_jax.evaluate import EvalSet, make_eval_set
 from plora_jax.jobs import Job
+from plora_jax.models.config import ModelConfig
+from plora_jax.peft import import_adapter
+
+
+def start_adapters(
+    sweep: Sweep, config: ModelConfig, jobs: Sequence[Job]
+) -> tuple[list[Job], dict[str, Adapter]]:
+    """Read the adapters that jobs start from; such a job takes over the adapter's rank, alpha and targets."""
+    out, starts = [], {}
+    for job in jobs:
+        if job.init_adapter:
+            adapter, fields = import_adapter(sweep.path(job.init_adapter), config)
+            job = replace(job, **fields)
+            starts[job.job_id] = adapter
+        out.append(job)
+    return out, starts
 
 
 @dataclass(frozen=True)
