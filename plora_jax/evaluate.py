@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +104,14 @@ def runtime_for(base: Base, recompute: str = "none") -> Runtime:
 
 def make_eval_step(base: Base, runtime: Runtime | None = None) -> EvalStep:
     """Return the jitted step that gives -log p of every target [J, B, P], all J adapters on the same tokens."""
-    runtime = runtime or Runtime()
+    return _eval_step(base.graphdef, runtime or Runtime())
 
+
+@lru_cache(maxsize=32)
+def _eval_step(graphdef: nnx.GraphDef, runtime: Runtime) -> EvalStep:
     def one(jobs: int, weights: Stack, scales: Scales, params: nnx.State, *batch: Array) -> Array:
         tokens, positions, rows, trained, targets = batch
-        model = nnx.merge(base.graphdef, params)
+        model = nnx.merge(graphdef, params)
         sites = {name: LoRA(w.a, w.b, scales[name]) for name, w in weights.items()}
         hidden = model.hidden(tokens, positions, rows, sites, None, runtime=runtime)
         return token_losses(model, hidden, trained, targets, max(1, HEAD_CHUNK // jobs))

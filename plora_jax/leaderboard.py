@@ -119,7 +119,9 @@ def print_leaderboard(
     """Print the leaderboard: the base model, then the jobs best first with the fields in which they differ."""
     differing = [name for name in Job.__dataclass_fields__ if len({repr(row[name]) for row in rows}) > 1]
     told = any(row["status"] != "completed" for row in rows)
-    table = Table(title=f"leaderboard: {metric} on {base.rows} held-out rows", title_justify="left", box=box.SIMPLE)
+    table = Table(
+        title=f"leaderboard: {metric} on {base.rows} held-out rows", title_justify="left", box=box.SIMPLE
+    )
     for name in ("", "job", "score", "loss", *differing, "steps", *(["status"] if told else [])):
         text = name in ("job", "status")
         table.add_column(_SHORT.get(name, name), justify="left" if text else "right", no_wrap=name == "job")

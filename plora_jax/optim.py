@@ -62,7 +62,9 @@ def hyper(job: Job, total_steps: int, dtype: Any = np.float32) -> Hyper:
         "total": total_steps,
         "seed": job.seed,
     }
-    return Hyper(**reals, **{name: cast(Any, np.asarray(value, np.int32)) for name, value in integers.items()})
+    return Hyper(
+        **reals, **{name: cast(Any, np.asarray(value, np.int32)) for name, value in integers.items()}
+    )
 
 
 def learning_rate(h: Hyper, step: Int32[Array, ""]) -> Float[Array, ""]:

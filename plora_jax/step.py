@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -96,6 +96,7 @@ def _slot_state(spec: PackSpec, weights: Adapter, scales: dict[str, Array], h: H
     )
 
 
+@partial(jax.jit, static_argnums=(0, 1, 2))
 def empty_pack(config: ModelConfig, spec: PackSpec, dtype: Any = jnp.float32) -> PackState:
     """Return a pack whose J slots are all empty: zero adapters that no batch marks active."""
     sites = {site.name: site for site in config.sites}
@@ -111,9 +112,10 @@ def empty_pack(config: ModelConfig, spec: PackSpec, dtype: Any = jnp.float32) ->
         scales = {name: jnp.zeros((config.n_layers,), jnp.float32) for name in spec.sites}
         return _slot_state(spec, weights, scales, hyper(Job(), 1, dtype))
 
-    return jax.jit(jax.vmap(slot, out_axes=_job_axes(spec)))(jnp.arange(spec.slots))
+    return jax.vmap(slot, out_axes=_job_axes(spec))(jnp.arange(spec.slots))
 
 
+@lru_cache(maxsize=32)
 def make_load_slot(spec: PackSpec) -> Callable[[PackState, int, Adapter, dict[str, Array], Hyper], PackState]:
     """Return `load(state, slot, weights, scales, hyper)`: put a job into a slot, with zero optimizer state.
 
@@ -219,17 +221,22 @@ def make_train_step(
 ) -> Callable[[PackState, nnx.State, Batch], tuple[PackState, Metrics]]:
     """Return the jitted `state, metrics = step(state, base.params, batch)` of one micro-step.
 
-    Each slot sums the gradients of its token losses until its batch closes, then divides by its own count of trained
-    tokens and steps its own optimizer, so that a job's numbers do not depend on its neighbours. `state` is donated.
+    Each slot sums the gradients of its token losses until its batch closes, then divides by its own count of
+    trained tokens and steps its own optimizer, so that a job's numbers do not depend on its neighbours. `state` is
+    donated. Equal arguments give the same function, so a program compiles once however many packs it serves.
     """
-    runtime = runtime or Runtime()
+    return _train_step(base.graphdef, spec, runtime or Runtime())
+
+
+@lru_cache(maxsize=32)
+def _train_step(graphdef: nnx.GraphDef, spec: PackSpec, runtime: Runtime) -> Callable[..., Any]:
     axes = _job_axes(spec)
-    chunk = max(1, HEAD_CHUNK // spec.slots)  # so that logits of HEAD_CHUNK positions exist at once over all slots
+    chunk = max(1, HEAD_CHUNK // spec.slots)  # logits of HEAD_CHUNK positions exist at once, over all slots
 
     def job_loss(
         weights: Adapter, scales: Any, h: Hyper, params: nnx.State, batch: Batch
     ) -> tuple[Array, Array]:
-        model = nnx.merge(base.graphdef, params)
+        model = nnx.merge(graphdef, params)
         sites = {name: LoRA(w.a, w.b, scales[name]) for name, w in weights.items()}
         dropout = Dropout(h.seed, h.dropout, batch.epoch) if spec.has_dropout else None
         hidden = model.hidden(batch.tokens, batch.positions, batch.rows, sites, dropout, runtime=runtime)

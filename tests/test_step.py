@@ -63,22 +63,24 @@ def distance(one, two):
 
 
 def reference_first_step(base, job, rows, which):
-    """Compute loss and gradient norm of one optimizer batch from whole logits, one example at a time, in float64."""
+    """Compute loss and gradient norm of one optimizer batch from whole logits of its padded examples."""
     adapter, scale = init_adapter(base.config, job), scales(base.config, job)
+    tokens, trained = np.zeros((len(which), 12), np.int32), np.zeros((len(which), 12), bool)
+    for b, i in enumerate(which):
+        tokens[b, : len(rows.tokens[i])], trained[b, : len(rows.tokens[i])] = rows.tokens[i], rows.trained[i]
+    lengths = np.array([len(rows.tokens[i]) for i in which])
+    segments = np.where(np.arange(12) < lengths[:, None], np.arange(len(which))[:, None], -1)
 
+    @jax.jit
+    @jax.value_and_grad
     def total(weights):
-        loss = 0.0
-        for i in which:
-            tokens, trained = jnp.asarray(rows.tokens[i]), rows.trained[i]
-            at = jnp.arange(len(tokens))[None]
-            sites = {name: LoRA(w.a, w.b, scale[name]) for name, w in weights.items()}
-            hidden = base.model().hidden(tokens[None], at, jnp.zeros_like(at), sites)
-            log_p = jax.nn.log_softmax(base.model().logits(hidden)[0])
-            for s in np.flatnonzero(trained):
-                loss = loss - log_p[s - 1, tokens[s]]
-        return loss / sum(int(rows.trained[i].sum()) for i in which)
+        sites = {name: LoRA(w.a, w.b, scale[name]) for name, w in weights.items()}
+        at = jnp.broadcast_to(jnp.arange(12), tokens.shape)
+        log_p = jax.nn.log_softmax(base.model().logits(base.model().hidden(tokens, at, segments, sites)))
+        of_next = jnp.take_along_axis(log_p[:, :-1], tokens[:, 1:, None], -1)[..., 0]
+        return -jnp.where(trained[:, 1:], of_next, 0).sum() / trained[:, 1:].sum()
 
-    loss, grads = jax.value_and_grad(total)(adapter)
+    loss, grads = total(adapter)
     return float(loss), float(np.sqrt(sum(np.square(np.float64(g)).sum() for g in jax.tree.leaves(grads))))
 
 
@@ -121,20 +123,22 @@ def test_a_job_in_a_pack_equals_the_job_alone(base):
 
 
 def test_a_refilled_slot_equals_a_fresh_run_and_compiles_nothing(base):
-    one, two, three = (Job(rank=8, batch_size=b, learning_rate=r) for b, r in ((4, 1e-2), (8, 3e-3), (4, 1e-3)))
+    one, two, three = (
+        Job(rank=8, batch_size=b, learning_rate=r) for b, r in ((4, 1e-2), (8, 3e-3), (4, 1e-3))
+    )
     spec = packed.pack_spec(base.config, [one, two, three], slots=2)
     shapes = choose_shapes([(ROWS, 0)], 4, limit=1)
     list(train_pack(base, spec, [[Work(one, ROWS)], [Work(two, ROWS)]], 4, shapes))  # warm
-    counted = []
+    compiled = []
     jax.monitoring.register_event_duration_secs_listener(
-        lambda name, *_, **__: counted.append(name) if "backend_compile" in name else None
+        lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
     )
-    step = packed.make_train_step(base, spec)
-    del step
-    queued = train(base, [one, two, three], 4, slots=2, queues=[[Work(one, ROWS), Work(three, ROWS)], [Work(two, ROWS)]])
-    at_end = len(counted)
-    fresh = train(base, [one, two, three], 4, slots=2, queues=[[Work(three, ROWS)], [Work(two, ROWS)]])
-    assert len(counted) - at_end <= at_end  # the second run, without a refill, compiles no less than the first
+    jobs, queues = [one, two, three], [[Work(one, ROWS), Work(three, ROWS)], [Work(two, ROWS)]]
+    jnp.arange(12345)  # the counter does count
+    assert len(compiled) == 1
+    queued = train(base, jobs, 4, slots=2, queues=queues)
+    assert len(compiled) == 1
+    fresh = train(base, jobs, 4, slots=2, queues=[[Work(three, ROWS)], [Work(two, ROWS)]])
     for a, b in zip(queued[three.job_id][0], fresh[three.job_id][0], strict=True):
         np.testing.assert_array_equal(a, b)
     assert queued[three.job_id][1] == fresh[three.job_id][1]
@@ -151,7 +155,10 @@ def test_losses_do_not_depend_on_the_chunk(base):
         return packed.token_losses(model, h, at, targets, chunk)
 
     logits = np.float64(model.logits(jnp.take_along_axis(hidden, at[..., None], 1)))
-    want = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, np.maximum(targets, 0)[..., None], -1)[..., 0]
+    want = (
+        np.log(np.exp(logits).sum(-1))
+        - np.take_along_axis(logits, np.maximum(targets, 0)[..., None], -1)[..., 0]
+    )
     for chunk in (4, 15, 100):
         np.testing.assert_allclose(losses(hidden, chunk), np.where(targets >= 0, want, 0), atol=1e-5)
     gradients = [jax.grad(lambda h, c=chunk: losses(h, c).sum())(hidden) for chunk in (4, 100)]
@@ -172,8 +179,7 @@ def test_an_inactive_slot_changes_nothing(base):
     assert metrics.closed.tolist() == [True, False] and after.step.tolist() == [1, 0]
     for name, factors in after.weights.items():
         np.testing.assert_array_equal(factors.b[:, 1], before.weights[name].b[:, 1])
-        assert np.abs(factors.b[:, 0]).max() == 0  # cosine without warmup would move it; the first rate is the peak
-        break
+        assert np.abs(factors.b[:, 0]).max() > 0
 
 
 def test_dropout_depends_on_the_token_alone():
