@@ -70,6 +70,8 @@ def read_rows(path: str | Path, faults: Faults) -> Iterator[Row]:
 def _parse(text: str) -> Any:
     try:
         return json.loads(text)
+    except json.JSONDecodeError as error:  # its own message counts lines from this row's, not the file's
+        raise ValueError(f"{error.msg} (column {error.colno})") from None
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
@@ -86,8 +88,10 @@ def _json_lines(path: Path, raw: bytes, faults: Faults) -> Iterator[Row]:
         try:
             value = _parse(line)
         except ValueError as error:
-            cut = " The last line has no line end: was the file cut off?" if number == last else ""
-            faults.add(f"{where}: is not valid JSON: {error}.{cut}")
+            hint = " The last line has no line end: was the file cut off?" if number == last else ""
+            if number == 1 and line.strip() == "{":
+                hint = " A file holds one row a line, or an array of rows."
+            faults.add(f"{where}: is not valid JSON: {error}.{hint}")
             continue
         if isinstance(value, dict):
             yield Row(where, value)

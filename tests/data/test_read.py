@@ -87,7 +87,11 @@ def test_line_numbers_count_blank_and_quoted_lines(tmp_path):
 @pytest.mark.parametrize(
     ("name", "raw", "says"),
     [
-        ("a.jsonl", LINES + b'{"prompt": "a", "compl', "line 3: is not valid JSON: Unterminated string"),
+        (
+            "a.jsonl",
+            LINES + b'{"prompt": "a", "compl',
+            "line 3: is not valid JSON: Unterminated string starting at (column 17)",
+        ),
         ("a.jsonl", LINES + b'{"prompt": "a", "compl', "was the file cut off?"),
         ("a.jsonl", LINES + b"\xff\xfe\n", "line 3: is not valid UTF-8"),
         ("a.jsonl", LINES + b'"text"\n', "line 3: holds text where an object"),
@@ -98,8 +102,14 @@ def test_line_numbers_count_blank_and_quoted_lines(tmp_path):
         ("a.jsonl", LINES.decode().encode("utf-16"), "is UTF-16 text. Save it as UTF-8."),
         ("a.jsonl", b"", "is empty"),
         ("a.jsonl", b" \n\n", "is empty"),
+        ("a.json", b'{\n "prompt": "a"\n}', "line 1: is not valid JSON: Expecting property name"),
+        ("a.json", b'{\n "prompt": "a"\n}', "A file holds one row a line, or an array of rows."),
         ("a.json", b'[{"prompt": "a"},\n{"prompt": ', "line 2: the JSON array is broken here"),
+        ("a.json", b'{\n "prompt": "a"\n}', "line 1: is not valid JSON: Expecting property name"),
+        ("a.json", b'{\n "prompt": "a"\n}', "A file holds one row a line, or an array of rows."),
         ("a.json", b'[{"prompt": "a"}\n', "line 1: the JSON array is cut off or misses a comma"),
+        ("a.json", b'{\n "prompt": "a"\n}', "line 1: is not valid JSON: Expecting property name"),
+        ("a.json", b'{\n "prompt": "a"\n}', "A file holds one row a line, or an array of rows."),
         ("a.json", b'[{"prompt": "a"},\n 7]', "line 2: holds the number 7 where an object"),
         ("a.json", b'[{"a": 1}]\n{"a": 2}\n', "text follows the end of the JSON array"),
         ("a.json", b'[{"a": "\xff"}]', "line 1: is not valid UTF-8"),
