@@ -1,13 +1,17 @@
 """Compile the packed step over a grid of models, packs and policies, and write what the compiler says of its memory.
 
-usage: python -m scripts.planner.memory_points OUT.jsonl      (on the device type the planner is to know; nothing runs)
+usage: python -m scripts.planner.memory_points OUT.json      (on the device type the planner is to know; nothing runs)
 """
 
+import dataclasses
 import json
 import sys
-import time
+from pathlib import Path
+from typing import Any
 
 from plora_jax.bench import abstract_base, measure_step
+from plora_jax.models.find import load_config
+from plora_jax.planning import model_shape
 
 # (jobs, m, length, rank, recompute) by model; every third point is held out from the fit by its place in the list
 CASES = {
@@ -54,21 +58,31 @@ CASES = {
 }
 
 
+def point(result: dict[str, Any]) -> dict[str, Any]:
+    """Turn a measurement of the step into a memory point as planner.fit reads it."""
+    shape = model_shape(load_config(result["model"]), result["model"])
+    names = {"J": "jobs", "m": "m", "S": "length", "rank_bucket": "rank_bucket", "policy": "recompute"}
+    return {
+        "model": dataclasses.asdict(shape),
+        "degree": 1,
+        "optimizer": "adamw",
+        "bytes": result["total_bytes"],
+        **{name: result[name] for name in ("precision", "attention")},
+        **{ours: result[theirs] for ours, theirs in names.items()},
+    }
+
+
 def main(path: str) -> None:
-    """Write one JSON line a point, as it comes."""
-    with open(path, "a", encoding="utf-8") as out:
-        order = [(model, cases[i]) for i in range(6) for model, cases in CASES.items()]
-        for model, (jobs, m, length, rank, recompute) in order:
-            start = time.time()
-            try:
-                case = measure_step(
-                    abstract_base(model), jobs=jobs, m=m, length=length, rank=rank, recompute=recompute, repeats=0
-                )
-            except Exception as error:  # a point that does not compile is told, and the others go on
-                case = {"model": model, "case": [jobs, m, length, rank, recompute], "error": str(error)[:500]}
-            out.write(json.dumps(case) + "\n")
-            out.flush()
-            print(model, jobs, m, length, rank, recompute, f"{time.time() - start:.0f} s", case.get("error", ""), flush=True)
+    """Measure every case and write the points as one JSON list."""
+    points = []
+    for model, (jobs, m, length, rank, recompute) in [
+        (n, cases[i]) for i in range(6) for n, cases in CASES.items()
+    ]:
+        base = abstract_base(model)
+        case = measure_step(base, jobs=jobs, m=m, length=length, rank=rank, recompute=recompute, repeats=0)
+        points.append(point(case))
+        print(model, jobs, m, length, rank, recompute, f"{case['total_bytes'] / 2**30:.2f} GiB", flush=True)
+        Path(path).write_text(json.dumps(points, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
