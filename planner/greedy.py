@@ -12,7 +12,8 @@ from planner.errors import PlanError
 from planner.groups import Group, Solution, makespan, split_group
 from planner.instance import Counts, Instance
 
-PRECISE = 1e-3  # relative width at which the bisection stops
+PRECISE = 4e-3  # relative width at which the bisection stops
+KEEP = 1.06
 MIXED_JOBS = 200  # the longest line on which mixtures of degrees are searched
 
 
@@ -167,42 +168,42 @@ def bisect(attempt: Callable[[float], Solution | None], low: float, high: Soluti
     return best
 
 
-def best_cut(
-    instance: Instance,
-    items: Counts,
-    best: Solution | None,
-    low: float,
-    tried: list[tuple[int, ...]] | None = None,
-) -> Solution | None:
-    """Return the best of `best` and the cuts of one line: each pattern, and any mixture where the line is
-    short.
+Found = dict[tuple[int, ...], Solution]  # the best solution of each pattern of groups; (): any mixture
+
+
+def cut_line(
+    instance: Instance, items: Counts, found: Found, low: float, tried: list[tuple[int, ...]] | None = None
+) -> None:
+    """Cut one line in each pattern, and in any mixture of degrees where it is short; keep what is better in `found`.
+
+    A pattern whose best is more than KEEP above the best of all is given up early.
     """
     line = Line(instance, items)
-    attempts: list[Callable[[float], Solution | None]] = [
-        lambda C, pattern=pattern: cut(line, pattern, C)  # type: ignore[misc]
+    attempts: dict[tuple[int, ...], Callable[[float], Solution | None]] = {
+        pattern: lambda C, pattern=pattern: cut(line, pattern, C)  # type: ignore[misc]
         for pattern in tried or patterns(instance)
-    ]
+    }
     if line.n <= MIXED_JOBS and len(instance.degrees) > 1:
-        attempts.append(lambda C: cut_mixed(line, instance.degrees, C, instance.devices.count))
-    for attempt in attempts:
-        start = attempt(makespan(best) * (1 - PRECISE) if best else 1e15)
+        many = line.n >= 4 * instance.devices.count  # large groups are for few jobs
+        degrees = instance.degrees[:2] if many else instance.degrees
+        attempts[()] = lambda C: cut_mixed(line, degrees, C, instance.devices.count)
+    for pattern, attempt in attempts.items():
+        own = makespan(found[pattern]) if pattern in found else float("inf")
+        best = min(map(makespan, found.values()), default=float("inf"))
+        start = attempt(min(own * (1 - PRECISE), best * KEEP, 1e15))
         if start is not None:
-            best = bisect(attempt, low, start)
-    return best
+            found[pattern] = bisect(attempt, low, start)
 
 
-def greedy(instance: Instance, low: float = 0.0) -> Solution:
-    """Return the best cut over orders and patterns; `low` is a lower bound on the makespan.
+def greedy(instance: Instance, low: float = 0.0) -> Found:
+    """Return the best cut of each pattern over all orders; `low` is a lower bound on the makespan.
 
     Raises:
-        PlanError: no pattern of groups takes every job, such as too few devices for the jobs that need a
-        large group.
+        PlanError: no pattern of groups takes every job: too few devices for the jobs that need a large group.
     """
-    best: Solution | None = None
+    found: Found = {}
     for items in orders(instance):
-        best = best_cut(instance, items, best, low)
-    if best is None:
-        raise PlanError(
-            "no division of the devices into groups holds every job; use more devices or fewer degrees"
-        )
-    return best
+        cut_line(instance, items, found, low)
+    if not found:
+        raise PlanError("no division of the devices into groups holds every job; use more devices")
+    return found

@@ -2,6 +2,7 @@
 coefficients.
 """
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -9,7 +10,7 @@ from typing import NamedTuple
 from planner.devices import Devices
 from planner.errors import PlanError
 from planner.memory import HEAD_CHUNK, StepShape, memory_terms, step_memory
-from planner.signature import POLICIES, batch_divisor, divisors, length_bucket, union_targets
+from planner.signature import POLICIES, divisors, length_bucket
 from planner.specs import PRECISION_BYTES, JobSpec, ModelShape
 from planner.time import CostModel, StepCost
 
@@ -123,20 +124,39 @@ class Instance:
         step = StepShape(degree, 1, 1, need.S_max, need.bucket, "layer", need.optimizer, need.targets)
         return step_memory(self.shape, step, precision, self.cost.memory, self.devices.spec.attention)
 
+    @cached_property
+    def own_needs(self) -> list[Need]:
+        """Return what each class alone asks of a program."""
+        return [
+            Need(
+                job.batch_size,
+                job.bucket,
+                length_bucket(job.max_row_tokens),
+                job.row_tokens * (1 + self.cost.padding),
+                job.optimizer,
+                job.targets,
+            )
+            for job in self.classes
+        ]
+
     def need(self, counts: Counts) -> Need:
         """Return what a set of jobs asks of one pack's program."""
-        jobs = [self.classes[k] for k, _ in counts]
-        S = max(job.row_tokens for job in jobs) * (1 + self.cost.padding)
-        S_max = max(length_bucket(job.max_row_tokens) for job in jobs)
-        if len({job.data for job in jobs}) > 1:
-            S = min(S * (1 + self.cost.mixed_padding), max(float(S_max), S))
+        if len(counts) == 1:
+            return self.own_needs[counts[0][0]]
+        divisors, buckets, longest, lengths, optimizers, targets = zip(
+            *[self.own_needs[k] for k, _ in counts], strict=True
+        )
+        S, S_max = max(lengths), max(longest)
+        data = self.classes[counts[0][0]].data
+        if any(self.classes[k].data != data for k, _ in counts):
+            S = max(S, min(S * (1 + self.cost.mixed_padding), float(S_max)))
         return Need(
-            batch_divisor(jobs),
-            max(job.bucket for job in jobs),
+            math.gcd(*divisors),
+            max(buckets),
             S_max,
             S,
-            "adamw" if any(job.optimizer == "adamw" for job in jobs) else "sgd",
-            union_targets(jobs),
+            "adamw" if "adamw" in optimizers else "sgd",
+            None if None in targets else frozenset().union(*targets),
         )
 
     def memory(self, degree: int, J: int, m: int, policy: str, need: Need) -> int:

@@ -96,7 +96,11 @@ def milp_knapsack(n_kinds: int) -> Knapsack:
         share.value = np.array(items.size) / room
         most.value = np.array(items.copies, dtype=float)
         problem.solve(
-            solver=cp.HIGHS, threads=1, mip_rel_gap=1e-9, mip_feasibility_tolerance=1e-9, log_to_console=False
+            solver=cp.HIGHS,
+            parallel="off",
+            mip_rel_gap=1e-9,
+            mip_feasibility_tolerance=1e-9,
+            log_to_console=False,
         )
         return tuple(round(v) for v in np.asarray(x.value))
 

@@ -3,19 +3,22 @@ small.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from planner.bound import lower_bound
 from planner.config_lp import degree_shares, lines, lp_bound, make_types, solve
 from planner.exact import exact, is_small
-from planner.greedy import best_cut, greedy, patterns
+from planner.greedy import Found, cut_line, greedy, patterns
 from planner.groups import Solution, makespan
 from planner.instance import Instance
 from planner.recut import recut
 from planner.search import improve
 
 GOAL = 1.002  # makespan / bound at which searching more is idle
+STARTS = 6  # solutions that local search starts from
+RACES = 3  # rounds of local search
+HEAT = 1e-4  # first temperature of the local search, as a share of the makespan, for one device
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,6 @@ class Effort:
 
     recuts: int = 60
     proposals: int = 6_000
-    cycles: int = 1
 
 
 def bounds(instance: Instance) -> tuple[float, str]:
@@ -51,48 +53,46 @@ def ours(
     goal = bound * GOAL
     if is_small(instance):
         return exact(instance), "exact", False
-    best, name = greedy(instance, goal), "greedy"
+    found = greedy(instance, goal)
+    best, name = min(found.values(), key=makespan), "greedy"
     if start is not None and makespan(start) <= makespan(best):
         best, name = start, "incumbent"
 
-    def keep(found: Solution, by: str) -> None:
+    def keep(other: Solution, by: str) -> None:
         nonlocal best, name
-        if makespan(found) < makespan(best) * (1 - 1e-9):
-            best, name = found, by
+        if makespan(other) < makespan(best) * (1 - 1e-9):
+            best, name = other, by
 
-    for by, step in _steps(instance, bound, goal, effort):
-        if makespan(best) <= goal:
-            break
-        if time.perf_counter() > deadline:
-            return best, name, True
-        keep(step(best), by)
+    if makespan(best) <= goal:
+        return best, name, False
+    starts = [best, *found.values(), *_lp_cuts(instance, bound, goal)]
+    starts = sorted({makespan(s): s for s in starts}.values(), key=makespan)[:STARTS]
+    keep(starts[0], "greedy on the configuration LP")
+    heat = HEAT / instance.devices.count
+    for race in range(
+        RACES
+    ):  # each race has half the starters of the one before, and as many proposals in all
+        for n, first in enumerate(starts):
+            if makespan(best) <= goal:
+                return best, name, False
+            if time.perf_counter() > deadline:
+                return best, name, True
+            cut = recut(instance, first, effort.recuts // len(starts), seed=10 * race + n, goal=goal)
+            keep(cut, "re-cut")
+            tries = effort.proposals // RACES // len(starts)
+            starts[n] = improve(instance, cut, tries, 10 * race + n, heat, goal)
+            keep(starts[n], "local search")
+        starts = sorted(starts, key=makespan)[: -(-len(starts) // 2)]
     return best, name, False
 
 
-def _steps(
-    instance: Instance, bound: float, goal: float, effort: Effort
-) -> Iterator[tuple[str, Callable[[Solution], Solution]]]:
-    """Yield the searches that follow the greedy, each from the best solution to one no slower."""
-    yield "greedy on the configuration LP", lambda best: _lp_cuts(instance, best, bound, goal)
-    for cycle in range(effort.cycles):
-        seed = 2 * cycle
-        if effort.recuts:
-            yield "re-cut", lambda best, seed=seed: recut(instance, best, effort.recuts, seed, goal)  # type: ignore[misc]
-        for heat in (1e-4, 4e-4) if effort.proposals else ():
-            yield (
-                "local search",
-                lambda best, seed=seed, heat=heat: improve(  # type: ignore[misc]
-                    instance, best, effort.proposals, seed + 1, heat / instance.devices.count, goal
-                ),
-            )
-
-
-def _lp_cuts(instance: Instance, best: Solution, bound: float, goal: float) -> Solution:
-    """Return the best of a solution and cuts of the lines in which the LP would run the jobs."""
+def _lp_cuts(instance: Instance, bound: float, goal: float) -> Iterator[Solution]:
+    """Yield cuts of the lines in which the configuration LP would run the jobs, in its shares of degrees too."""
     types = make_types(instance)
     answer = solve(instance, types, bound * 1.02)
     if len(answer.jobs):
         tried = patterns(instance, degree_shares(instance, types, answer))
         for line in lines(instance, types, answer):
-            best = best_cut(instance, line, best, goal, tried) or best
-    return best
+            found: Found = {}
+            cut_line(instance, line, found, goal, tried)
+            yield from found.values()

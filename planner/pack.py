@@ -51,7 +51,11 @@ def lay_out(steps: list[int], J: int) -> tuple[int, list[list[int]]]:
 def _exact_layout(
     steps: list[int], order: list[int], J: int, floor: int, best: int, best_slots: list[list[int]]
 ) -> tuple[int, list[list[int]]]:
-    """Improve a layout of few jobs to the best one; slots of equal load are tried once."""
+    """Improve a layout of few jobs to the best one; slots of equal load are tried once.
+
+    A branch ends where the room left under the best known length cannot hold the steps still to place.
+    """
+    after = [sum(steps[i] for i in order[n:]) for n in range(len(order) + 1)]
     loads = [0] * J
     slots: list[list[int]] = [[] for _ in range(J)]
 
@@ -59,6 +63,8 @@ def _exact_layout(
         nonlocal best, best_slots
         if position == len(order):
             best, best_slots = max(loads), [list(slot) for slot in slots]
+            return
+        if sum(max(0, best - 1 - load) for load in loads) < after[position]:
             return
         i = order[position]
         tried = set()

@@ -122,35 +122,64 @@ class Proposer:
             del parts[g][p]
         return {group: tuple(packs) for group, packs in parts.items()}
 
+    def suits(self, k: int, pack: Choice) -> bool:
+        """Say whether a class of jobs leaves a pack's program as it is: same length, rows and bucket large enough."""
+        job, need = self.state.instance.classes[k], pack.need
+        return (
+            job.batch_size % pack.m == 0
+            and job.bucket <= need.bucket
+            and job.max_row_tokens <= need.S_max
+            and job.row_tokens <= need.S <= 1.2 * job.row_tokens
+        )
+
+    def partner(self, g: int, p: int, k: int) -> tuple[int, int] | None:
+        """Draw another pack, preferring those whose program a class of jobs leaves as it is."""
+        packs, found = self.state.packs, None
+        for _ in range(6):
+            h = self.rng.randrange(len(packs))
+            if packs[h]:
+                q = self.rng.randrange(len(packs[h]))
+                if (h, q) != (g, p):
+                    found = (h, q)
+                    if self.suits(k, packs[h][q]):
+                        break
+        return found
+
     def relocate(self) -> Parts | None:
-        """Move jobs of one class to another pack, or to a new pack of a group."""
+        """Move jobs of one class to another pack, at times to a new pack of a group."""
         source = self.source()
         if source is None:
             return None
         g, p = source
-        counts = self.state.packs[g][p].counts
+        packs = self.state.packs
+        counts = packs[g][p].counts
         k, n = self.draw(counts)
-        h = self.rng.randrange(len(self.state.packs))
-        others = [q for q in range(len(self.state.packs[h])) if (h, q) != (g, p)]
-        q = self.rng.choice(others) if others else None
-        into = ((k, n),) if q is None else merge_counts(self.state.packs[h][q].counts, ((k, n),))
-        return self.change(g, p, take(counts, k, n), h, q, into)
+        if self.rng.random() < 0.1:
+            return self.change(g, p, take(counts, k, n), self.rng.randrange(len(packs)), None, ((k, n),))
+        target = self.partner(g, p, k)
+        if target is None:
+            return None
+        h, q = target
+        return self.change(g, p, take(counts, k, n), h, q, merge_counts(packs[h][q].counts, ((k, n),)))
 
     def swap(self) -> Parts | None:
         """Exchange jobs of two classes between two packs."""
         source = self.source()
-        h = self.rng.randrange(len(self.state.packs))
-        if source is None or not self.state.packs[h]:
+        if source is None:
             return None
         g, p = source
-        q = self.rng.randrange(len(self.state.packs[h]))
-        if (g, p) == (h, q):
+        mine = self.state.packs[g][p]
+        k, n = self.draw(mine.counts)
+        target = self.partner(g, p, k)
+        if target is None:
             return None
-        mine, theirs = self.state.packs[g][p].counts, self.state.packs[h][q].counts
-        (k, n), (c, o) = self.draw(mine), self.draw(theirs)
+        h, q = target
+        theirs = self.state.packs[h][q].counts
+        suited = tuple(item for item in theirs if item[0] != k and self.suits(item[0], mine))
+        c, o = self.draw(suited or theirs)
         if k == c:
             return None
-        out = merge_counts(take(mine, k, n), ((c, o),))
+        out = merge_counts(take(mine.counts, k, n), ((c, o),))
         into = merge_counts(take(theirs, c, o), ((k, n),))
         return self.change(g, p, out, h, q, into)
 
