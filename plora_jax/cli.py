@@ -206,6 +206,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--json", type=_target, metavar="FILE", help="write the measurement as JSON")
 
+    sub = command(
+        "profile", _profile, "Measure the packed step here and write the cost model that plan reads."
+    )
+    sub.add_argument(
+        "--model", required=True, help="hub id of a known model, or a directory with config.json"
+    )
+    sub.add_argument(
+        "--length", type=_count, default=1024, metavar="N", help="longest length (default: 1024)"
+    )
+    sub.add_argument(
+        "--recompute", choices=["none", "dots", "layer"], default="none", help="what backward recomputes"
+    )
+    sub.add_argument(
+        "--precision", choices=["auto", "fp32", "bf16"], default="auto", help="of the frozen base"
+    )
+    sub.add_argument("--json", type=Path, required=True, metavar="FILE", help="cost model to write")
+
     sub = command("doctor", _doctor, "Show what was found on this machine and what is missing.")
     sub.add_argument("--model", help="also describe this model: what would be trained, what is unsupported")
     return parser
@@ -280,6 +297,12 @@ def _bench(args: argparse.Namespace) -> int:
         rank=args.rank,
         recompute=args.recompute,
     )
+
+
+def _profile(args: argparse.Namespace) -> int:
+    from plora_jax.profile import profile_command
+
+    return profile_command(args.model, args.length, args.recompute, args.precision, args.json)
 
 
 def _doctor(args: argparse.Namespace) -> int:

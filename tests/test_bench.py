@@ -2,7 +2,11 @@
 
 import json
 
+from planner import CostModel, StepShape, step_memory
+from plora_jax.bench import measure_step
 from plora_jax.cli import main
+from plora_jax.models.load import load_base
+from plora_jax.planning import model_shape
 from tests import tiny
 
 
@@ -29,3 +33,23 @@ def test_bench_step_measures_the_real_step(tmp_path, capsys):
 def test_bench_refuses_what_it_does_not_know(tmp_path, capsys):
     assert main(["bench", "step", "--model", str(tmp_path / "absent"), "--jobs", "1"]) == 2
     assert "absent" in capsys.readouterr().err
+
+
+def test_a_profile_becomes_a_cost_model_that_plans(tmp_path, capsys):
+    model = tiny.write_model(tmp_path / "model", num_hidden_layers=1)
+    out = tmp_path / "cost.json"
+    assert main(["profile", "--model", str(model), "--length", "32", "--json", str(out)]) == 0
+    told = capsys.readouterr().out
+    assert "held-out" in told and told.count(" ms, ") == 12
+    cost = CostModel.load(out)
+    (key,) = cost.fitted
+    assert key == f"{model}/1/none/fp32" and cost.memory.source == "8 points"
+    base = load_base(str(model), random_weights=True, precision="fp32")
+    shape = model_shape(base.config, str(model))
+    real = measure_step(base, jobs=5, m=1, length=32, rank=8, repeats=0)["total_bytes"]
+    predicted = step_memory(shape, StepShape(1, 5, 1, 32, 8, "none"), "fp32", cost.memory, "xla")
+    assert real <= predicted < 1.3 * real
+    sweep = tiny.write_sweep(tmp_path)
+    arguments = ["plan", str(sweep), "--devices", "cpu", "--cost-model", str(out)]
+    assert main(arguments) == 0
+    assert main(["profile", "--model", str(model), "--json", str(tmp_path / "no" / "cost.json")]) == 2
