@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 some jobs failed, 2 the input is wrong (one message, nothi
 
 import argparse
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -59,6 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output went away: `plora plan … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return _say(args, f"{error.filename or 'output'}: {error.strerror}{args.after}", 1)
+        raise
     except ValueError as error:
         from planner import PlanError
 
@@ -97,14 +102,18 @@ def _count(text: str) -> int:
 
 
 def _target(text: str) -> Path:
+    import tempfile
+
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a directory; name a file")
-    if not path.parent.is_dir():
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):  # a file without a name: nothing is left
+            return path
+    except OSError as error:
         raise argparse.ArgumentTypeError(
-            f"{text} cannot be written: the directory {path.parent} does not exist"
-        )
-    return path
+            f"{text} cannot be written: {path.parent}: {error.strerror}"
+        ) from None
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -361,7 +361,8 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["plan", "sweep.yaml", "--devices", "8xTPUv5"], "'TPUv5' is not known"),
     (["plan", "sweep.yaml", "--devices", "0xH100"], "count must be between 1"),
     (["plan", "sweep.yaml", "--devices", "many"], "is not known"),
-    (["plan", "sweep.yaml", "--json", "no/such/dir/plan.json"], "does not exist"),
+    (["plan", "sweep.yaml", "--json", "no/such/dir/plan.json"], "cannot be written: no/such"),
+    (["plan", "sweep.yaml", "--json", "/proc/plan.json"], "cannot be written: /proc"),
     (["plan", "sweep.yaml", "--svg", "model"], "model is a directory; name a file"),
     (["plan", "sweep.yaml", "--rows", "0"], "'0' is not a whole number of at least 1"),
     (["plan", "sweep.yaml", "--rows", "many"], "'many' is not a whole number"),
@@ -372,7 +373,10 @@ COMMANDS: list[tuple[list[str], str]] = [
         ["eval", "--model", "model", "--adapter", "gone", "--data", "eval.jsonl"],
         "no adapter_config.json there",
     ),
-    (["eval", "--model", "model", "--data", "eval.jsonl", "--json", "no/such/x.json"], "does not exist"),
+    (
+        ["eval", "--model", "model", "--data", "eval.jsonl", "--json", "no/such/x.json"],
+        "cannot be written: no/such",
+    ),
     (["eval", "--model", "model", "--data", "gone.jsonl"], "gone.jsonl: no such file"),
     (["eval", "--model", "model", "--data", "sweep.yaml"], "cannot tell from its name how to read it"),
     (

@@ -1,5 +1,6 @@
 """The command line: quick, without JAX where nothing is computed, and with exit codes that mean something."""
 
+import errno
 import json
 import os
 import resource
@@ -162,9 +163,13 @@ def test_interrupts_are_told_from_failures(
         time.sleep(5)
         return 0
 
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "run/metrics.jsonl")
+
     before = signal.getsignal(signal.SIGTERM)
     assert outcome(interrupt) == (130, "plora plan: interrupted\n")
     assert outcome(terminate) == (143, "plora plan: terminated\n")
+    assert outcome(full) == (1, "plora plan: run/metrics.jsonl: No space left on device\n")
     assert outcome(lambda *_: 1) == (1, "")
     assert signal.getsignal(signal.SIGTERM) is before
 

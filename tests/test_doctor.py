@@ -79,7 +79,10 @@ def test_little_memory_and_missing_packages_are_noted(monkeypatch: pytest.Monkey
     assert missing.state == "bad" and "no-such-package" in missing.text
 
 
-def test_a_model_is_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_is_described(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jax_says(monkeypatch, '["cpu", ["cpu"], ["xla", "no kernel for cpu"]]\n')
     write_model(tmp_path / "model")
     assert cli.main(["doctor", "--model", str(tmp_path / "model")]) == 0
     assert "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj" in capsys.readouterr().out
