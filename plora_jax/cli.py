@@ -230,7 +230,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--precision", choices=["auto", "fp32", "bf16"], default="auto", help="of the frozen base"
     )
-    sub.add_argument("--json", type=Path, required=True, metavar="FILE", help="cost model to write")
+    sub.add_argument("--json", type=_target, required=True, metavar="FILE", help="cost model to write")
 
     sub = command("doctor", _doctor, "Show what was found on this machine and what is missing.")
     sub.add_argument("--model", help="also describe this model: what would be trained, what is unsupported")
