@@ -66,8 +66,9 @@ def grid(**axes: Any) -> list[Job]:
         if not len(whole):
             faults.add((name,), "is an empty list")
         spans.append((name, tuple(values)))
-    if RATIO in axes and "alpha" in axes:
-        faults.add(("alpha",), f"contradicts {RATIO}; keep one of them")
+    for one, other in EXCLUDES:
+        if one in axes and other in axes:
+            faults.add((one,), f"contradicts {other}; keep one of them")
     faults.check()
     return list(dict.fromkeys(make_job(point) for point in _grid(spans)))
 

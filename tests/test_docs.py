@@ -20,6 +20,11 @@ def test_every_job_field_is_described_with_its_default() -> None:
         assert isinstance(field.default, (bool, tuple, str, type(None))) or f"`{field.default}`" in row
 
 
+def test_the_sweep_of_the_readme_is_one() -> None:
+    [example] = re.findall(r"```yaml\n(.*?)```", (PAGE.parent.parent / "README.md").read_text(), re.DOTALL)
+    assert len(search_jobs(parse_sweep(example))) == 3 * 2 * 2
+
+
 def test_the_example_is_a_sweep() -> None:
     example = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)[0]
     jobs = search_jobs(parse_sweep(example))

@@ -140,6 +140,8 @@ def test_the_library_grid() -> None:
         Job(learning_rate=1e-4, rank=4, targets=("q_proj",))
     ]
     assert grid(rank=range(1, 4)) == [Job(rank=r) for r in (1, 2, 3)]
+    with pytest.raises(UserError, match="max_steps: contradicts epochs"):
+        grid(max_steps=[10], epochs=[1])
     with pytest.raises(UserError) as caught:
         grid(rank=[0, 8], lr=[1e-4], alpha=[1], alpha_ratio=[1], batch_size=[])
     for part in (
