@@ -200,7 +200,7 @@ class Engine:
         finally:
             for log in logs.values():
                 log.close()
-        self._score_pending(name)
+        self._score_pending(name, len(pack.slots))
 
     def _shapes(self, work: Sequence[Work], m: int) -> Sequence[Shape]:
         pairs = [(item.examples, item.job.data_seed) for item in work]
@@ -219,17 +219,18 @@ class Engine:
         self.run.event("trained", job_id=job.job_id, steps=trained.steps, tokens=trained.tokens)
         self.pending.append(trained)
 
-    def _score_pending(self, name: str) -> None:
-        if not self.pending:
-            return
-        self.progress.phase(f"scoring, {name}")
-        adapters = [(trained.job, trained.adapter) for trained in self.pending]
-        for trained, result in zip(
-            self.pending, self.scorer.score(adapters, self.task.eval, self.progress.advance), strict=True
-        ):
-            adapter = f"jobs/{trained.job.job_id}/adapter"
-            self._record(Result(trained.job, "completed", result, trained.steps, trained.tokens, "", adapter))
-        self.pending = []
+    def _score_pending(self, name: str, together: int) -> None:
+        """Score what has been trained, as many adapters at once as the pack had slots: their memory is free now."""
+        while self.pending:
+            self.progress.phase(f"scoring, {name}")
+            group, self.pending = self.pending[:together], self.pending[together:]
+            adapters = [(trained.job, trained.adapter) for trained in group]
+            scores = self.scorer.score(adapters, self.task.eval, self.progress.advance)
+            for trained, result in zip(group, scores, strict=True):
+                adapter = f"jobs/{trained.job.job_id}/adapter"
+                self._record(
+                    Result(trained.job, "completed", result, trained.steps, trained.tokens, "", adapter)
+                )
 
     def _record(self, result: Result) -> None:
         job = result.job
