@@ -120,13 +120,21 @@ def _put(stack: jax.Array, values: np.ndarray, tensor: Tensor) -> jax.Array:
     # an array without a placement stays uncommitted: committed weights would commit the first training step's
     # result, and the second step would compile again
     sharding = stack.sharding if stack.committed else None
-    return _writer(tensor.layer is not None, tensor.transpose, sharding)(stack, values, layer)
+    turned = _turn(values, stack.dtype) if tensor.transpose else values
+    return _writer(tensor.layer is not None, sharding)(stack, turned, layer)
+
+
+@partial(jax.jit, static_argnums=1)
+def _turn(values: jax.Array, dtype: Any) -> jax.Array:
+    return values.T.astype(
+        dtype
+    )  # a program of its own: inside the write, XLA on CPU takes four times as long
 
 
 @cache
-def _writer(stacked: bool, transpose: bool, sharding: Sharding | None) -> Callable[..., jax.Array]:
+def _writer(stacked: bool, sharding: Sharding | None) -> Callable[..., jax.Array]:
     def write(stack: jax.Array, values: jax.Array, layer: jax.Array) -> jax.Array:
-        values = (values.T if transpose else values).astype(stack.dtype)
+        values = values.astype(stack.dtype)
         return jax.lax.dynamic_update_index_in_dim(stack, values, layer, 0) if stacked else values
 
     return jax.jit(write, donate_argnums=0, out_shardings=sharding)

@@ -54,6 +54,7 @@ def test_every_tensor_lands_in_its_place(tmp_path):
             model.layers.mlp_pre.weight[layer], weights[f"{path}.post_attention_layernorm.weight"]
         )
     assert base.tokenizer is None and base.name == str(tmp_path)
+    assert not any(leaf.committed for leaf in jax.tree.leaves(base.params))  # see load._put
     assert sum(leaf.size for leaf in jax.tree.leaves(base.params)) == config.n_params
 
 
