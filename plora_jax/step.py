@@ -275,7 +275,8 @@ def _train_step(graphdef: nnx.GraphDef, spec: PackSpec, runtime: Runtime) -> Cal
 
     @partial(jax.jit, donate_argnums=0)
     def step(state: PackState, params: nnx.State, batch: Batch) -> tuple[PackState, Metrics]:
-        (loss, count), grads = packed_grad(state.weights, state.scales, state.hyper, params, batch)
+        with jax.default_matmul_precision(runtime.precision):  # of the head and the backward pass too
+            (loss, count), grads = packed_grad(state.weights, state.scales, state.hyper, params, batch)
         zeros = jax.tree.map(jnp.zeros_like, grads)
         grads = select(batch.active, 1, grads, zeros)
         state = state._replace(

@@ -93,3 +93,19 @@ def test_training_equals_in_float64(tmp_path: Path) -> None:
             assert relative(ours, starts[slot]) > 0.01
             np.testing.assert_allclose(records[slot]["loss"], record[0]["loss"], rtol=1e-10)
             assert records[slot]["tokens"] == record[0]["tokens"]
+
+
+def test_highest_precision_reaches_every_product(tmp_path: Path) -> None:
+    """Forward, backward and head: on a GPU one product left at the default would round to TF32."""
+    base = base_of(tmp_path, "llama")
+    spec = pack_spec(base.config, JOBS)
+    batch = micro_batch([rows_of(job)[:2] for job in JOBS], [True] * len(JOBS), 0)
+
+    def products(runtime: Runtime) -> list[str]:
+        step = make_train_step(base, spec, runtime)
+        lines = step.lower(empty_pack(base.config, spec), base.params, batch).as_text().splitlines()
+        return [line for line in lines if "dot_general" in line]
+
+    assert len(products(Runtime())) > 40
+    assert not any("HIGHEST" in line for line in products(Runtime()))
+    assert [line for line in products(Runtime(precision="highest")) if "HIGHEST" not in line] == []
