@@ -114,7 +114,7 @@ def _eval_step(graphdef: nnx.GraphDef, runtime: Runtime) -> EvalStep:
         model = nnx.merge(graphdef, params)
         sites = {name: LoRA(w.a, w.b, scales[name]) for name, w in weights.items()}
         hidden = model.hidden(tokens, positions, rows, sites, None, runtime=runtime)
-        return token_losses(model, hidden, trained, targets, max(1, HEAD_CHUNK // jobs))
+        return token_losses(model, hidden, trained, targets, max(1, HEAD_CHUNK // jobs), runtime)
 
     @jax.jit
     def step(weights: Stack, *rest: Any) -> Array:

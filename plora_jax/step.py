@@ -191,6 +191,7 @@ def token_losses(
     trained: Int32[Array, "B P"],
     targets: Int32[Array, "B P"],
     chunk: int,
+    runtime: Runtime | None = None,
 ) -> Float[Array, "B P"]:
     """Return the cross-entropy at the trained positions, 0 where the target is -1, computing the head only there.
 
@@ -201,7 +202,7 @@ def token_losses(
     flat, wanted = picked.reshape(-1, picked.shape[-1]), targets.reshape(-1)
 
     def losses(h: Array, t: Array) -> Array:
-        logits = model.logits(h)
+        logits = model.logits(h, runtime=runtime or Runtime())
         logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
         at_target = jnp.take_along_axis(logits, jnp.maximum(t, 0)[..., None], axis=-1)[..., 0]
         return jnp.where(t >= 0, jax.nn.logsumexp(logits, axis=-1) - at_target, 0.0)
@@ -240,7 +241,7 @@ def _train_step(graphdef: nnx.GraphDef, spec: PackSpec, runtime: Runtime) -> Cal
         sites = {name: LoRA(w.a, w.b, scales[name]) for name, w in weights.items()}
         dropout = Dropout(h.seed, h.dropout, batch.epoch) if spec.has_dropout else None
         hidden = model.hidden(batch.tokens, batch.positions, batch.rows, sites, dropout, runtime=runtime)
-        losses = token_losses(model, hidden, batch.trained, batch.targets, chunk)
+        losses = token_losses(model, hidden, batch.trained, batch.targets, chunk, runtime)
         return losses.sum(), (batch.targets >= 0).sum(dtype=jnp.int32)
 
     packed_grad = jax.vmap(
@@ -275,7 +276,7 @@ def _train_step(graphdef: nnx.GraphDef, spec: PackSpec, runtime: Runtime) -> Cal
 
     @partial(jax.jit, donate_argnums=0)
     def step(state: PackState, params: nnx.State, batch: Batch) -> tuple[PackState, Metrics]:
-        with jax.default_matmul_precision(runtime.precision):  # of the head and the backward pass too
+        with jax.default_matmul_precision(runtime.precision):  # of the backward pass too
             (loss, count), grads = packed_grad(state.weights, state.scales, state.hyper, params, batch)
         zeros = jax.tree.map(jnp.zeros_like, grads)
         grads = select(batch.active, 1, grads, zeros)
