@@ -36,7 +36,7 @@ def agree(tmp_path, talk, tokenizer):
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=["plain", "marked"])
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(talk=TALKS)
 def test_labels_are_those_of_transformers_for_any_text(tmp_path, tokenizer, talk):
     assume(all(answer.strip() for _, answer in talk))

@@ -173,7 +173,7 @@ def good_files():
     }
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data(), st.sampled_from(sorted(good_files())), st.sampled_from(["error", "skip"]))
 def test_bytes_changed_anywhere_give_rows_or_one_error(tmp_path, chatml, data, name, on_bad_row):
     raw = bytearray(good_files()[name])
