@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plora_jax.config import Sweep, load_sweep, make_sweep, parse_sweep, resolved, unsupported
@@ -300,6 +300,7 @@ FREE += [
 ]
 
 
+@settings(deadline=None)  # a busy machine is slow, not wrong
 @given(st.data())
 def test_any_sweep_reads_back_as_itself(data: st.DataObject) -> None:
     names = data.draw(st.lists(st.sampled_from(FREE), unique=True))
@@ -326,6 +327,7 @@ text_or_number = (
 )
 
 
+@settings(deadline=None)  # a busy machine is slow, not wrong
 @given(
     st.dictionaries(
         st.text(min_size=1, max_size=6), text_or_number | st.lists(text_or_number, max_size=3), min_size=1

@@ -153,7 +153,7 @@ def test_the_library_grid() -> None:
         assert part in str(caught.value)
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.integers(1, 64), min_size=1, max_size=4),
     st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=3),
