@@ -191,13 +191,15 @@ def _per_module(
     config: ModelConfig, job: Job, field: str, default: float, dtype: type
 ) -> dict[str, np.ndarray]:
     targets = resolve_targets(config, job.targets)
-    values = {site: np.where(mask, default, 0).astype(dtype) for site, mask in targets.items()}
+    values: dict[str, np.ndarray] = {
+        site: np.where(mask, default, 0).astype(dtype) for site, mask in targets.items()
+    }
     targeted = {
         (site.name, layer): path
         for site, layer, path in modules(config)
         if site.name in targets and targets[site.name][layer]
     }
-    matches = []
+    matches: list[tuple[int, int, list[tuple[str, int]], float]] = []
     for pattern, value in getattr(job, field):
         try:
             hits = [key for key, path in targeted.items() if match_pattern(pattern, path)]

@@ -68,9 +68,7 @@ def adapter_tensors(config: ModelConfig, job: Job, adapter: Mapping[str, Factors
     rank, out = ranks(config, job), {}
     if set(rank) != set(adapter):
         raise ValueError(f"the job adapts {sorted(rank)}, but the adapter has {sorted(adapter)}")
-    host = {
-        name: Factors(np.asarray(f.a, np.float32), np.asarray(f.b, np.float32)) for name, f in adapter.items()
-    }
+    host = {name: tuple(np.asarray(matrix, np.float32) for matrix in f) for name, f in adapter.items()}
     for site, layer, path in modules(config):
         if r := int(rank[site.name][layer]) if site.name in rank else 0:
             a, b = host[site.name]

@@ -94,7 +94,8 @@ def test_everything_promised_is_in_the_run_directory(run, sweep_file):
     )
     for job in jobs:
         lines = [
-            json.loads(line) for line in (run / "jobs" / job.job_id / "metrics.jsonl").read_text().splitlines()
+            json.loads(line)
+            for line in (run / "jobs" / job.job_id / "metrics.jsonl").read_text().splitlines()
         ]
         assert [line["step"] for line in lines] == list(range(1, 10))  # ceil(9 rows / 4) steps, three epochs
         assert lines[0]["lr"] == 0.0 and lines[1]["lr"] == pytest.approx(0.03)
@@ -106,9 +107,7 @@ def test_everything_promised_is_in_the_run_directory(run, sweep_file):
 def test_the_leaderboard_tells_the_losses_of_the_exported_adapters(run, sweep_file):
     base = load_base(str(sweep_file.parent / "model"), precision="fp32")
     examples = read_examples(sweep_file.parent / "eval.jsonl", base.tokenizer, max_length=16)
-    board = {
-        row["job_id"]: row for row in json.loads((run / "leaderboard.json").read_text())["jobs"]
-    }
+    board = {row["job_id"]: row for row in json.loads((run / "leaderboard.json").read_text())["jobs"]}
     for job in search_jobs(load_sweep(sweep_file)):
         adapter, fields = import_adapter(run / "jobs" / job.job_id / "adapter", base.config)
         assert fields["rank"] == job.rank
@@ -131,7 +130,11 @@ def test_eval_command_gives_the_leaderboards_numbers(run, sweep_file, tmp_path):
 
 
 def test_a_finished_run_resumes_to_itself(run, sweep_file):
-    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name not in ("events.jsonl", "plan.json")}
+    before = {
+        p: p.read_bytes()
+        for p in run.rglob("*")
+        if p.is_file() and p.name not in ("events.jsonl", "plan.json")
+    }
     assert main(["sweep", str(sweep_file), "--out", str(run), "--resume"]) == 0
     assert {p: p.read_bytes() for p in before} == before
 
