@@ -6,15 +6,21 @@ packed computation: jobs stack on a leading axis J, and the frozen product sees 
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 
 from . import reference
 from .choice import implementation
 from .reference import Site
 
+SHRUNK = "lora_shrunk"  # the name of scale·x·Aᵀ, [T, R], for the policies of `jax.checkpoint`: keep it
+
 
 def lora_dense(x, w, a, b, scale, *, bias=None, mask=None):
     """Apply a frozen Linear and its LoRA adapter: y = x·W + bias + scale·((x·mask)·Aᵀ)·Bᵀ.
+
+    Under `jax.checkpoint` let the policy keep the small values named `SHRUNK`: they come out of the frozen product's
+    launch, which would otherwise run again for them.
 
     Gradients flow to x, a and b only: W, bias, scale and mask are constants, and no gradient of W is ever formed.
     Products run in x.dtype with float32 accumulation; scale stays float32. `jax.vmap` over the adapters (and x)
@@ -112,6 +118,8 @@ def _lora(x, mask, sites):
 
 def _lora_fwd(x, mask, sites):
     ys, us = _forward(x, mask, sites)
+    # small, and made inside the launch of a whole frozen product: not to be computed again for dB
+    us = jax.tree.map(lambda u: checkpoint_name(u, SHRUNK), us)
     return ys, (x, mask, sites, us)
 
 

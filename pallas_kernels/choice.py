@@ -21,6 +21,10 @@ from .reference import Site, adapted
 
 MAX_RANK = 256
 MAX_ROW_WASTE = 1.07  # rows of whole tiles over tokens: beyond, the folded product of XLA is faster
+MIN_WAVES = (
+    2  # tiles of the widest output over blocks: below, waiting for the shrink costs more than it saves
+)
+MIN_DEPTH = 1024  # of either frozen product, likewise
 IMPLEMENTATIONS = ("auto", "xla", "hopper")
 _forced: contextvars.ContextVar[str] = contextvars.ContextVar("pallas_kernels", default="auto")
 
@@ -56,11 +60,13 @@ def using(name: str):
     """
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation {name!r}: allowed are {', '.join(IMPLEMENTATIONS)}")
+    jax.clear_caches()  # what was traced before remembers the choice made then
     token = _forced.set(name)
     try:
         yield
     finally:
         _forced.reset(token)
+        jax.clear_caches()
 
 
 def choose(dtype, jobs, tokens, d_in, d_outs, ranks, *, shared=False, frozen=True, device=None) -> Choice:
@@ -99,6 +105,13 @@ def choose(dtype, jobs, tokens, d_in, d_outs, ranks, *, shared=False, frozen=Tru
     rows = -(-tokens // TILE_M) * TILE_M
     if rows > MAX_ROW_WASTE * tokens:
         return Choice("xla", f"{tokens} tokens a job would fill row tiles of {TILE_M} to {tokens / rows:.0%}")
+    tiles = jobs * rows // TILE_M * -(-max(d_outs) // 256)
+    if forced != "hopper" and tiles < MIN_WAVES * device.cores:
+        return Choice(
+            "xla", f"{tiles} tiles are fewer than {MIN_WAVES} for each of {device.cores} multiprocessors"
+        )
+    if forced != "hopper" and min(d_in, sum(d_outs)) < MIN_DEPTH:
+        return Choice("xla", f"a frozen product of depth {min(d_in, sum(d_outs))}, below {MIN_DEPTH}")
     return Choice("hopper", f"fused kernel, {_source(device.kind)}")
 
 

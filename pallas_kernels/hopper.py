@@ -8,7 +8,7 @@ memory bandwidth there (docs/benchmarks.md).
 import jax.numpy as jnp
 
 from . import reference
-from .hopper_gemm import DEFAULT, MAX_SHRINK, Extra, Shrink, lora_gemm
+from .hopper_gemm import DEFAULT, MAX_SHRINK, Extra, Shrink, lora_gemm, shrink_width
 from .reference import Site, accumulator, adapted, job_product, masked
 
 BLOCK = 64  # ranks a step of the kernel takes
@@ -46,19 +46,17 @@ def forward(x, mask, sites: tuple[Site, ...], *, config=lambda site: DEFAULT, in
     dtype = x.dtype
     a, scale = stack(sites, dtype)
     rows = a.shape[1]
-    leader = None
+    leader, u = None, None
     if mask is None and rows <= MAX_SHRINK:
         leader = max(adapted(sites), key=lambda i: sites[i].d_out)
-        u = None
     else:
         u = (job_product(masked(x, mask), a, "tk,nk", jnp.float32) * scale[:, None, :]).astype(dtype)
     starts, at = {}, 0
     for i in adapted(sites):
         starts[i], at = at, at + sites[i].a.shape[1]
     ys: dict[int, jnp.ndarray] = {}
-    for i in sorted(
-        range(len(sites)), key=lambda i: i != leader
-    ):  # the leader's launch gives u to the others
+    # the leader's launch comes first and gives u to the others
+    for i in sorted(range(len(sites)), key=lambda i: i != leader):
         site = sites[i]
         if site.a is None:
             ys[i] = reference.forward(x, None, (site,))[0][0]
@@ -77,43 +75,47 @@ def forward(x, mask, sites: tuple[Site, ...], *, config=lambda site: DEFAULT, in
 
 def backward(x, mask, sites: tuple[Site, ...], us, dys, *, config=DEFAULT, interpret=None):
     """Compute dx, dA and dB of all sites; as `reference.backward`."""
-    dtype, acc = x.dtype, accumulator(x.dtype)
-    products = tuple((dy, site.w.astype(dtype)) for dy, site in zip(dys, sites, strict=True))
-    some = adapted(sites)
-    rows = {i: rank_rows(sites[i].a.shape[1]) for i in some}
-    bts, scales = {}, {}
-    for i in some:
-        more = rows[i] - sites[i].a.shape[1]
-        bts[i] = _pad(sites[i].b.astype(dtype).swapaxes(1, 2), 1, 0, more)
-        scales[i] = jnp.broadcast_to(sites[i].scale.astype(jnp.float32)[:, None], bts[i].shape[:2])
-    if sum(-(-r // 16) * 16 for r in rows.values()) <= MAX_SHRINK:
-        shrinks = tuple(Shrink(i, bts[i], scales[i]) for i in some)
-        sources = dict(zip(some, range(len(some)), strict=True))
-    else:
-        shrinks, sources = (), {}
-        for i in some:
-            du = job_product(dys[i], bts[i], "tk,nk", jnp.float32)
-            sources[i] = (du * scales[i][:, None, :]).astype(dtype)
-    extras = ()
-    if mask is None:
-        ats = {
-            i: _pad(sites[i].a.astype(dtype).swapaxes(1, 2), 2, 0, rows[i] - sites[i].a.shape[1])
-            for i in some
-        }
-        extras = tuple(Extra(sources[i], 0, ats[i]) for i in some)
-    dx, made = lora_gemm(products, shrinks, extras, transposed=True, config=config, interpret=interpret)
-    dus = dict(zip(some, made, strict=True)) if shrinks else sources
-    if mask is not None:  # the mask falls on the adapters' part alone
-        back = sum(
-            job_product(dus[i][:, :, : sites[i].a.shape[1]], sites[i].a.astype(dtype), "tk,kn", dtype).astype(
-                acc
-            )
-            for i in some
-        )
-        dx = (dx.astype(acc) + back * mask.astype(acc)).astype(dtype)
-    xm = masked(x, mask)
-    das, dbs = [None] * len(sites), [None] * len(sites)
-    for i in some:
-        das[i] = job_product(dus[i][:, :, : sites[i].a.shape[1]], xm, "tk,tn", acc)
+    acc, xm = accumulator(x.dtype), masked(x, mask)
+    dx, dus = _dx(mask, sites, dys, config, interpret)
+    das: list = [None] * len(sites)
+    dbs = list(das)
+    for i, du in dus.items():
+        das[i] = job_product(du, xm, "tk,tn", acc)
         dbs[i] = job_product(dys[i], us[i], "tk,tn", acc)
     return dx, tuple(das), tuple(dbs)
+
+
+def _dx(mask, sites, dys, config, interpret):
+    """Return dx and, by site, du = scale·(dy·B), all from one launch where the ranks fit in it."""
+    dtype = dys[0].dtype
+    products = tuple((dy, site.w.astype(dtype)) for dy, site in zip(dys, sites, strict=True))
+    ranks = {i: sites[i].a.shape[1] for i in adapted(sites)}
+    more = {i: rank_rows(rank) - rank for i, rank in ranks.items()}
+    bts = {i: _pad(sites[i].b.astype(dtype).swapaxes(1, 2), 1, 0, more[i]) for i in ranks}
+    scales = {
+        i: jnp.broadcast_to(sites[i].scale.astype(jnp.float32)[:, None], bts[i].shape[:2]) for i in ranks
+    }
+    shrinks: tuple[Shrink, ...] = ()
+    extras: tuple[Extra, ...] = ()
+    sources: dict = {}
+    if sum(shrink_width(bt.shape[1]) for bt in bts.values()) <= MAX_SHRINK:
+        shrinks = tuple(Shrink(i, bts[i], scales[i]) for i in ranks)
+        sources = dict(zip(ranks, range(len(ranks)), strict=True))
+    else:
+        for i in ranks:
+            du = job_product(dys[i], bts[i], "tk,nk", jnp.float32)
+            sources[i] = (du * scales[i][:, None, :]).astype(dtype)
+    if mask is None:
+        ats = {i: _pad(sites[i].a.astype(dtype).swapaxes(1, 2), 2, 0, more[i]) for i in ranks}
+        extras = tuple(Extra(sources[i], 0, ats[i]) for i in ranks)
+    dx, made = lora_gemm(products, shrinks, extras, transposed=True, config=config, interpret=interpret)
+    if shrinks:
+        sources = dict(zip(ranks, made, strict=True))
+    dus = {i: sources[i][:, :, :rank] for i, rank in ranks.items()}
+    if mask is not None:  # the mask falls on the adapters' part alone
+        acc = accumulator(dtype)
+        parts = [
+            job_product(du, sites[i].a.astype(dtype), "tk,kn", dtype).astype(acc) for i, du in dus.items()
+        ]
+        dx = (dx.astype(acc) + sum(parts) * mask.astype(acc)).astype(dtype)
+    return dx, dus

@@ -14,7 +14,7 @@ into a second accumulator, writes u and raises a flag. Leaders come first; the o
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -57,9 +57,14 @@ class Shrink(NamedTuple):
 class Extra(NamedTuple):
     """Add u[j][:, offset:offset+R]·E[j]; `u` is the index of a shrink or an array [J, T, ≥ R]; offset % 64 == 0."""
 
-    u: jax.Array | int
+    u: Any  # jax.Array | int
     offset: int
     e: jax.Array  # [J, R, N], transposed: [J, N, R]
+
+
+def shrink_width(rank: int) -> int:
+    """Return the columns a shrink of some ranks accumulates: a multiple of 16, which a swizzled store needs."""
+    return -(-rank // 16) * 16
 
 
 def fit_shared(config: GemmConfig, widths: list[int]) -> tuple[GemmConfig, int]:
@@ -101,7 +106,7 @@ def lora_gemm(
     """
     (jobs, tokens, _), dtype = products[0][0].shape, products[0][0].dtype
     n = products[0][1].shape[0 if transposed else 1]
-    widths = [pl.cdiv(shrink.a.shape[1], 16) * 16 for shrink in shrinks]  # what a swizzled store allows
+    widths = [shrink_width(shrink.a.shape[1]) for shrink in shrinks]
     most = max(widths, default=0)
     if sum(widths) > MAX_SHRINK:
         raise ValueError(f"the shrinks have {widths} ranks, more than {MAX_SHRINK}")
@@ -260,16 +265,16 @@ def lora_gemm(
                         slot = mod(first + k, c.stages)
                         plgpu.barrier_wait(full.at[slot])
                         left, right = x_smem.at[slot, my_rows], w_smem.at[slot]
-                        plgpu.wgmma(acc, left, right.transpose((1, 0)) if transposed else right)
-                        if second is not None:
+                        if second is not None:  # first, so that the long product hides its latency
                             a_acc, first_a, width = second
                             a_slot = mod(first_a + k, a_stages)
                             plgpu.barrier_wait(a_full.at[a_slot])
                             plgpu.wgmma(a_acc, left, a_smem.at[a_slot, pl.ds(0, width)].transpose((1, 0)))
-                            plgpu.wgmma_wait(0)
-                            plgpu.barrier_arrive(a_free.at[a_slot])
+                        plgpu.wgmma(acc, left, right.transpose((1, 0)) if transposed else right)
                         plgpu.wgmma_wait(0)  # the other warpgroup keeps the tensor cores busy meanwhile
                         plgpu.barrier_arrive(free.at[slot])
+                        if second is not None:
+                            plgpu.barrier_arrive(a_free.at[a_slot])
 
                 def vector(ref, width):
                     """Load one number per column, to be applied to an accumulator."""

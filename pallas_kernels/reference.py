@@ -4,7 +4,7 @@ Everything here is written over J jobs at once. `x` (and `mask`) may carry a job
 read the same tokens: the frozen product is then computed once.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,11 @@ import jax.numpy as jnp
 class Site(NamedTuple):
     """One frozen Linear with the adapters of J jobs; `w` None leaves only the adapters, `a` None only the Linear."""
 
-    w: jax.Array | None  # [D, F]
-    bias: jax.Array | None  # [F]
-    a: jax.Array | None  # [J, R, D]
-    b: jax.Array | None  # [J, F, R]
-    scale: jax.Array | None  # [J]
+    w: Any  # [D, F] or None
+    bias: Any  # [F] or None
+    a: Any  # [J, R, D] or None
+    b: Any  # [J, F, R] or None
+    scale: Any  # [J] or None
 
     @property
     def d_out(self) -> int:

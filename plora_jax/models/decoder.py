@@ -16,7 +16,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from pallas_kernels import lora_dense_group
+from pallas_kernels import SHRUNK, lora_dense_group
 from plora_jax.dropout import Dropout, dropout_mask
 from plora_jax.models.attention import FULL, attend, check_attention, visible
 from plora_jax.models.config import SOURCES, ModelConfig
@@ -244,7 +244,7 @@ def recomputing(layer: Callable[..., Any], policy: str) -> Callable[..., Any]:
     if policy == "none":
         return layer
     names = () if policy == "layer" else ("attention", *SOURCES[:3])
-    keep = jax.checkpoint_policies.save_only_these_names(*names)
+    keep = jax.checkpoint_policies.save_only_these_names(SHRUNK, *names)
     return jax.checkpoint(layer, policy=keep, prevent_cse=False)  # scan already keeps XLA from undoing it
 
 

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pallas_kernels
-from pallas_kernels import Device, choose, lora_dense, using
+from pallas_kernels import SHRUNK, Device, choose, lora_dense, using
 from pallas_kernels.choice import config_for, tuned
 from pallas_kernels.hopper_gemm import GemmConfig
 
@@ -25,12 +25,15 @@ CALL = {"dtype": jnp.bfloat16, "jobs": 8, "tokens": 1024, "d_in": 3584, "d_outs"
         ({"ranks": [8, 512]}, "xla", "rank 512"),
         ({"frozen": False}, "xla", "without a frozen product"),
         ({"shared": True}, "xla", "the same tokens"),
-        ({"shared": True, "jobs": 1}, "hopper", ""),
+        ({"shared": True, "jobs": 1, "tokens": 8192}, "hopper", ""),
         ({"d_in": 100}, "xla", "input features 100"),
         ({"d_outs": [3584, 72]}, "xla", "output features 72"),
         ({"tokens": 1023}, "xla", "1023 tokens"),
         ({"tokens": 192}, "xla", "75%"),
         ({"tokens": 1000}, "hopper", ""),
+        ({"d_outs": [512]}, "xla", "128 tiles"),
+        ({"d_outs": [3584, 512, 512]}, "hopper", ""),
+        ({"d_in": 256}, "xla", "depth 256"),
     ],
 )
 def test_reasons(change, name, reason):
@@ -57,27 +60,35 @@ def test_a_mesh_that_xla_partitions_keeps_to_xla():
         assert "mesh" in choose(**CALL, device=H200).reason
 
 
-def test_lora_dense_follows_the_choice():
-    """Lowered for CUDA, one packed layer holds one kernel forward and one backward."""
+def launches(dense):
+    """Lower a packed layer's gradients for CUDA and count the launches of the kernel."""
 
-    def sd(*shape, dtype=jnp.bfloat16):
+    def sd(*shape, dtype=jnp.float32):
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def loss(x, w, a, b, scale):
-        return jnp.sum(lora_dense(x, w, a, b, scale).astype(jnp.float32) ** 2)
+        return jnp.sum(dense(x, w, a, b, scale).astype(jnp.float32) ** 2)
 
     grad = jax.jit(jax.vmap(jax.grad(loss, argnums=(0, 2, 3)), in_axes=(0, None, 0, 0, 0)))
-    f32 = jnp.float32
-    args = (sd(2, 256, 128), sd(128, 64), sd(2, 8, 128, dtype=f32), sd(2, 64, 8, dtype=f32), sd(2, dtype=f32))
+    x, w = sd(2, 256, 128, dtype=jnp.bfloat16), sd(128, 64, dtype=jnp.bfloat16)
+    lowered = grad.trace(x, w, sd(2, 8, 128), sd(2, 64, 8), sd(2)).lower(lowering_platforms=("cuda",))
+    return lowered.as_text().count("stablehlo.custom_call @mosaic_gpu")
 
-    def kernels(name):
-        jax.clear_caches()  # the choice is made while tracing
-        with using(name):
-            text = grad.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-        return text.count("stablehlo.custom_call @mosaic_gpu")
 
-    assert kernels("hopper") == 2
-    assert kernels("xla") == 0
+def test_lora_dense_follows_the_choice():
+    """One packed layer holds one launch forward and one backward, or none."""
+    with using("hopper"):
+        assert launches(lora_dense) == 2
+    with using("xla"):
+        assert launches(lora_dense) == 0
+
+
+@pytest.mark.parametrize("keep, count", [((), 3), ((SHRUNK,), 2)])
+def test_a_kept_shrink_saves_a_frozen_product(keep, count):
+    """Of the last site only dB needs its forward again, and of that only the shrink: kept, x·W runs once."""
+    policy = jax.checkpoint_policies.save_only_these_names(*keep)
+    with using("hopper"):
+        assert launches(jax.checkpoint(lora_dense, policy=policy)) == count
 
 
 def test_tables_load():

@@ -39,6 +39,7 @@ def test_packed_equals_float64(shape, options):
     check(*shape, **options)
 
 
+@pytest.mark.slow
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(
     jobs=st.integers(1, 3),

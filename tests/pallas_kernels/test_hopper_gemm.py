@@ -71,12 +71,19 @@ def test_interpreted_equals_float64_without_races(transposed, shape, bias):
 
 
 def test_race_detection_bites(monkeypatch):
-    """The same kernel with its waits for outgoing copies left out is caught."""
-    monkeypatch.setattr(plgpu, "wait_smem_to_gmem", lambda *args, **kwargs: None)
+    """The same kernel that does not wait before it reuses the buffer of an outgoing copy is caught."""
+    wait = plgpu.wait_smem_to_gmem
+
+    def careless(n, wait_read_only=False):
+        if not wait_read_only:
+            wait(n)
+
+    monkeypatch.setattr(plgpu, "wait_smem_to_gmem", careless)
     interpreted(False, ONE_BLOCK, 2, 128, [64], 256, [0])
     assert raced()
 
 
+@pytest.mark.slow
 def test_clusters_share_w():
     """Two blocks that share copies of W, in a process with enough threads for six interpreted warpgroups."""
     code = (

@@ -1,0 +1,322 @@
+"""Time the packed LoRA kernels against the bare frozen products and plain einsums, on the GPU of this machine.
+
+    python -m benchmarks.kernels sites --out benchmarks/results/kernels_sites.jsonl
+    python -m benchmarks.kernels layer --out benchmarks/results/kernels_layer.jsonl
+    python -m benchmarks.kernels loop  --out benchmarks/results/kernels_loop.jsonl
+
+Times are the sum of the kernels of a call as CUPTI reports them (host and launch gaps left out), the median of a dozen
+calls on random data; `bound_us` is what issue 5 asks for. Every fused result is checked against float32 products.
+"""
+
+import argparse
+import functools
+import json
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.mosaic.gpu import profiler
+from jax.stages import Traced
+
+from pallas_kernels import SHRUNK, hopper, lora_delta, lora_dense_group, reference, using
+from pallas_kernels.choice import config_for, default_device
+from pallas_kernels.reference import Site
+
+TOKENS = 8192
+SITES = {  # Linear shapes (D, F)
+    "7b q/o": (3584, 3584),
+    "7b k/v": (3584, 512),
+    "7b gate/up": (3584, 18944),
+    "7b down": (18944, 3584),
+    "3b q/o": (2048, 2048),
+    "3b gate/up": (2048, 11008),
+    "3b down": (11008, 2048),
+}
+COPY_BYTES_PER_US = 3.8e6  # device copy, 3.8 TB/s
+_keys = iter(jax.random.split(jax.random.key(0), 4096))
+
+
+def draw(*shape, scale=1.0, dtype=jnp.bfloat16):
+    return (jax.random.normal(next(_keys), shape, jnp.float32) * scale).astype(dtype)
+
+
+def compile_all(jobs):
+    """Compile (name, function or its trace, arguments) in parallel; a failure takes the place of the program."""
+
+    def one(job):
+        name, function, args = job
+        try:
+            traced = function if isinstance(function, Traced) else jax.jit(function).trace(*args)
+            return name, traced.lower().compile(), args
+        except Exception as error:  # reported beside the others
+            return name, f"{type(error).__name__}: {error}"[:300], args
+
+    with ThreadPoolExecutor(14) as pool:
+        return list(pool.map(one, jobs))
+
+
+def microseconds(compiled, args, iterations=12, only="") -> float:
+    """Return the median device time of a call, or of its kernels whose name contains `only`."""
+    _, runs = profiler.measure(compiled, aggregate=False, iterations=iterations)(*args)
+    return statistics.median(sum(ms for name, ms in run if only in name) for run in runs) * 1e3
+
+
+def relative(got, want) -> float:
+    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
+    return float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
+
+
+class Log:
+    """Write one JSON line a measurement, with device and date, and print it."""
+
+    def __init__(self, path):
+        self.file = open(path, "w")  # noqa: SIM115
+        self.write(device=jax.devices()[0].device_kind, jax=jax.__version__, date=time.strftime("%Y-%m-%d"))
+
+    def write(self, **row):
+        row = {k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}
+        self.file.write(json.dumps(row) + "\n")
+        self.file.flush()
+        print(json.dumps(row), flush=True)
+
+
+def grid(full: bool):
+    for name in SITES:
+        wide = name in ("7b q/o", "7b gate/up", "7b down")
+        for jobs in (1, 8, 32) if wide else (8,):
+            for rank in (8, 32, 64, 128) if full or (wide and jobs == 8) else (8, 64, 128):
+                yield name, jobs, rank
+
+
+def make(d_in, d_out, jobs, rank):
+    tokens = TOKENS // jobs
+    x, w, dy = draw(jobs, tokens, d_in), draw(d_in, d_out, scale=d_in**-0.5), draw(jobs, tokens, d_out)
+    f32 = jnp.float32
+    a, b = (
+        draw(jobs, rank, d_in, scale=d_in**-0.5, dtype=f32),
+        draw(jobs, d_out, rank, scale=rank**-0.5, dtype=f32),
+    )
+    return x, (Site(w, None, a, b, jnp.full((jobs,), 0.5)),), dy
+
+
+def frozen_forward(x, sites):
+    return x.reshape(-1, x.shape[-1]) @ sites[0].w
+
+
+def frozen_backward(dy, sites):
+    return jnp.einsum("tf,df->td", dy.reshape(-1, dy.shape[-1]), sites[0].w)
+
+
+def fused(which, d_in, d_out):
+    device = default_device()
+    config = config_for(which, *((d_in, d_out) if which == "forward" else (d_out, d_in)), device)
+    if which == "forward":
+        return lambda x, sites: hopper.forward(x, None, sites, config=lambda site: config)[0][0]
+    # only dx is used, so the sums for dA and dB are dropped when compiled
+    return lambda x, sites, us, dy: hopper.backward(x, None, sites, us, (dy,), config=config)[0]
+
+
+def plain(what):
+    """Return the einsums of the fused forward or dx, compiled."""
+    if "forward" in what:
+        return jax.jit(lambda x, s: reference.forward(x, None, s)[0][0])
+    return jax.jit(lambda x, s, us, dy: reference.backward(x, None, s, us, (dy,))[0])
+
+
+def sites(log, full):
+    """Forward, dx and dA + dB per Linear against the frozen product alone and against einsums."""
+    jobs, meta, seen = [], {}, {}
+    for name, count, rank in grid(full):
+        d_in, d_out = SITES[name]
+        x, s, dy = make(d_in, d_out, count, rank)
+        us = (draw(*x.shape[:2], rank),)
+        f = rank * (d_in + d_out) / (d_in * d_out)
+        if name not in seen:
+            seen[name] = True
+            jobs.append(((name, 0, 0, "frozen forward"), frozen_forward, (x, s)))
+            jobs.append(((name, 0, 0, "frozen dx"), frozen_backward, (dy, s)))
+        key = (name, count, rank)
+        meta[key] = f
+        jobs.append(((*key, "fused forward"), fused("forward", d_in, d_out), (x, s)))
+        jobs.append(((*key, "fused dx"), fused("backward", d_in, d_out), (x, s, us, dy)))
+        if (rank == 32 and count > 1) or (count == 32 and rank == 64):
+            jobs.append(((*key, "einsum forward"), plain("forward"), (x, s)))
+            jobs.append(((*key, "einsum dx"), plain("dx"), (x, s, us, dy)))
+        if rank in (8, 32, 128):  # as XLA products, which the choice leaves them to
+            jobs.append(
+                ((*key, "dA"), lambda u, x: reference.job_product(u, x, "tk,tn", jnp.float32), (us[0], x))
+            )
+            jobs.append(
+                ((*key, "dB"), lambda dy, u: reference.job_product(dy, u, "tk,tn", jnp.float32), (dy, us[0]))
+            )
+    times = {}
+    for (name, count, rank, what), program, args in compile_all(jobs):
+        row = {"site": name, "jobs": count, "rank": rank, "what": what}
+        if isinstance(program, str):
+            log.write(**row, failed=program)
+            continue
+        us = times[name, count, rank, what] = microseconds(program, args)
+        row["us"] = us
+        if what.startswith("fused"):
+            frozen = times[name, 0, 0, what.replace("fused", "frozen")]
+            bound = 1 + 1.25 * meta[name, count, rank] + 0.03
+            if count == 8 and rank == 64:
+                row["error"] = relative(program(*args), plain(what)(*args))
+            same = bool(jnp.array_equal(program(*args), program(*args)))
+            # the rest of `us` is the cast of the float32 adapters, which einsums need too
+            kernel = row["kernel_us"] = microseconds(program, args, only="mosaic")
+            ratio = kernel / frozen
+            row |= {"ratio": ratio, "ratio_with_casts": us / frozen, "bound": bound, "met": ratio <= bound}
+            row["same_bits"] = same
+        if what.startswith("einsum"):
+            frozen = times[name, 0, 0, what.replace("einsum", "frozen")]
+            ours = times[name, count, rank, what.replace("einsum", "fused")]
+            row |= {"ratio": us / frozen, "cost_cut": (us - frozen) / max(ours - frozen, 1e-3)}
+        if what in ("dA", "dB"):
+            size = sum(t.nbytes for t in args) + 4 * count * rank * args[1 if what == "dA" else 0].shape[2]
+            row |= {
+                "bound": 1.5
+                * max(size / COPY_BYTES_PER_US, 2 * TOKENS * rank * SITES[name][what == "dB"] / 8e8)
+            }
+            row["met"] = us <= row["bound"]
+        log.write(**row)
+
+
+def layer_arguments(jobs, tokens, rank, layers=2, d=3584, kv=512, ff=18944):
+    shapes = {
+        "q": (d, d),
+        "k": (d, kv),
+        "v": (d, kv),
+        "o": (d, d),
+        "gate": (d, ff),
+        "up": (d, ff),
+        "down": (ff, d),
+    }
+    f32 = jnp.float32
+    ws = {n: draw(layers, i, o, scale=i**-0.5) for n, (i, o) in shapes.items()}
+    adapters = {
+        n: (
+            draw(layers, jobs, rank, i, scale=i**-0.5, dtype=f32),
+            draw(layers, jobs, o, rank, scale=0.1 * rank**-0.5, dtype=f32),
+            jnp.full((layers, jobs), 0.5),
+        )
+        for n, (i, o) in shapes.items()
+    }
+    return draw(jobs, tokens, d), ws, adapters
+
+
+def projections(x, ws, adapters):
+    """The seven Linears of a layer for one job, with cheap stand-ins for what lies between."""
+
+    def group(z, *names):
+        return lora_dense_group(z, [ws[n] for n in names], [adapters and adapters[n] for n in names])
+
+    q, k, v = group(x, "q", "k", "v")
+    x = x + group(jnp.tanh(q) + jnp.tile(k + v, q.shape[-1] // k.shape[-1]), "o")[0]
+    gate, up = group(x, "gate", "up")
+    return x + group(jax.nn.silu(gate) * up, "down")[0]
+
+
+def layer(log, full):
+    """All seven projections of a 7B layer under vmap, scan and checkpoint, forward and backward."""
+    programs = []
+    for count, rank in ((8, 32), (32, 32), (8, 8), (8, 128)) if full else ((8, 32),):
+        x, ws, adapters = layer_arguments(count, TOKENS // count, rank)
+
+        def loss(adapters, x, ws):
+            def body(h, xs):
+                keep = jax.checkpoint_policies.save_only_these_names(SHRUNK)
+                return jax.checkpoint(projections, policy=keep)(h, *xs), None
+
+            h, _ = jax.lax.scan(body, x, (ws, adapters))
+            return jnp.mean(h.astype(jnp.float32) ** 2)
+
+        def step(adapters, x, ws):
+            axes = (dict.fromkeys(ws, (1, 1, 1)) if adapters else None, 0, None)
+
+            def total(adapters, x):
+                return jnp.sum(jax.vmap(loss, in_axes=axes)(adapters, x, ws))
+
+            return jax.value_and_grad(total, argnums=(0, 1) if adapters else 1)(adapters, x)
+
+        for which in ("hopper", "xla"):
+            with using(which):
+                traced = jax.jit(step).trace(adapters, x, ws)
+            programs.append(((count, rank, which), traced, (adapters, x, ws)))
+        programs.append(((count, rank, "frozen"), step, (None, x, ws)))
+    times, results = {}, {}
+    for (count, rank, which), program, args in compile_all(programs):
+        row = {"jobs": count, "rank": rank, "implementation": which}
+        if isinstance(program, str):
+            log.write(**row, failed=program)
+            continue
+        times[count, rank, which] = row["us"] = microseconds(program, args, 5)
+        if which != "frozen":
+            first, second = program(*args), program(*args)
+            row["same_bits"] = all(map(jnp.array_equal, jax.tree.leaves(first), jax.tree.leaves(second)))
+            row["same_bits"] = bool(row["same_bits"])
+            results[which] = first
+        if which == "xla" and "hopper" in results:
+            pairs = zip(jax.tree.leaves(results["hopper"]), jax.tree.leaves(results["xla"]), strict=True)
+            row["largest_difference"] = max(relative(a, b) for a, b in pairs)
+        if which == "frozen":
+            ours, einsum = (times.get((count, rank, n), float("nan")) - row["us"] for n in ("hopper", "xla"))
+            row |= {"adapters_us": ours, "adapters_einsum_us": einsum, "cost_cut": einsum / ours}
+        log.write(**row)
+
+
+def wall(function, repeat=30) -> float:
+    """Return the host's time of a call, in microseconds, launches included."""
+    jax.block_until_ready(function())
+    start = time.perf_counter()
+    jax.block_until_ready([function() for _ in range(repeat)])
+    return (time.perf_counter() - start) / repeat * 1e6
+
+
+def adapters_alone(x, a, b, dy):
+    y, pull = jax.vjp(lambda x, a, b: lora_delta(x, a, b, jnp.float32(0.5)), x, a, b)
+    return y, pull(dy)
+
+
+def eager(x, a, b, dy):
+    """The products of one adapter as an eager framework issues them, one by one."""
+    u = x @ a.T
+    y = u @ b.T * 0.5
+    du = dy @ b * 0.5
+    return y, (du @ a, du.T @ x, dy.T @ u)
+
+
+def loop(log, full):
+    """Adapters alone (rank 64, 128 tokens each), forward and backward: one after another against packed; wall time."""
+    single, packed = jax.jit(adapters_alone), jax.jit(jax.vmap(adapters_alone))
+    for d_in, d_out in ((3584, 3584), (3584, 18944), (2048, 2048)) if full else ((3584, 3584),):
+        for count in (2, 8, 32):
+            x, dy = draw(count, 128, d_in), draw(count, 128, d_out)
+            a, b = draw(count, 64, d_in, scale=d_in**-0.5), draw(count, d_out, 64, scale=1 / 8)
+            slices = [(x[j], a[j], b[j], dy[j]) for j in range(count)]
+            ways = {
+                "packed": functools.partial(packed, x, a, b, dy),
+                "one after another, compiled": lambda slices=slices: [single(*s) for s in slices],
+                "one after another, eager": lambda slices=slices: [eager(*s) for s in slices],
+            }
+            times = {how: wall(way) for how, way in ways.items()}
+            for how, us in times.items():
+                gain = us / times["packed"]
+                log.write(
+                    shape=[d_in, d_out], jobs=count, rank=64, tokens=128, how=how, us=us, times_packed=gain
+                )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["sites", "layer", "loop"])
+    parser.add_argument("--out", required=True, help="file for the JSON lines")
+    parser.add_argument("--full", action="store_true", help="every rank and job count")
+    args = parser.parse_args()
+    {"sites": sites, "layer": layer, "loop": loop}[args.what](Log(args.out), args.full)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Numerics on a GPU, as punica and lorax test theirs: bf16 and fp32 against float64, over shapes, ranks and jobs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import choose, lora_dense, using
+from pallas_kernels.choice import implementation
+
+from .problems import exact, packed, worst
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU"),
+]
+
+
+def run(x, mask, sites, dys):
+    with using("hopper"):  # also where the choice would find it slow
+        kernel = implementation(x, sites)
+
+    def both(x, mask, sites, dys):
+        ys, us = kernel.forward(x, mask, sites)
+        return (ys, us), kernel.backward(x, mask, sites, us, dys)
+
+    return jax.jit(both)(x, mask, sites, dys)
+
+
+@pytest.mark.parametrize("hidden", [4096, 11008])
+@pytest.mark.parametrize("rank", [8, 16, 32, 64, 96, 128])
+@pytest.mark.parametrize("jobs, tokens", [(1, 133 * 8), (3, 128), (7, 256)])
+def test_punica_grid(hidden, rank, jobs, tokens):
+    problem = packed(jobs, tokens, hidden, (512,), (rank,), seed=rank)
+    got = run(*problem)
+    assert worst(got, exact(*problem)) < 8e-3
+    again = run(*problem)
+    jax.tree.map(np.testing.assert_array_equal, got, again)
+
+
+@pytest.mark.parametrize(
+    "jobs, tokens, rank, dtype, name",
+    [
+        (1, 128, 1, jnp.bfloat16, "hopper"),
+        (2, 1000, 5, jnp.bfloat16, "hopper"),  # T no multiple of the tile
+        (128, 128, 256, jnp.bfloat16, "hopper"),
+        (16, 64, 8, jnp.bfloat16, "xla"),
+        (4, 10, 8, jnp.bfloat16, "xla"),
+        (4, 128, 8, jnp.float16, "hopper"),
+        (4, 128, 8, jnp.float32, "xla"),
+    ],
+)
+def test_edges(jobs, tokens, rank, dtype, name):
+    with using("hopper"):
+        assert choose(dtype, jobs, tokens, 256, [128], [rank]).name == name
+    problem = packed(jobs, tokens, 256, (128,), (rank,), dtype=dtype)
+    with jax.default_matmul_precision("highest"):
+        got = run(*problem)
+    assert worst(got, exact(*problem)) < (1e-5 if dtype == jnp.float32 else 8e-3)
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+def test_groups(dropout):
+    problem = packed(4, 256, 512, (512, 128, 128), (16, 32, 0), dropout=dropout)
+    assert worst(run(*problem), exact(*problem)) < 8e-3
+
+
+def test_an_empty_slot_is_zero_and_poison_stays_in_its_job():
+    """Zero A and B add exactly nothing; NaN in one job's tokens or adapter leaves every other job's bits."""
+    x, mask, (site,), dys = packed(3, 128, 256, (256,), (16,), bias=False)
+    zero = site._replace(a=site.a.at[1].set(0), b=site.b.at[1].set(0))
+    (ys, _), (dx, das, dbs) = run(x, mask, (zero,), dys)
+    (plain, _), _ = run(x, mask, (zero._replace(b=zero.b * 0),), dys)
+    np.testing.assert_array_equal(ys[0][1], plain[0][1])
+    assert not np.any(das[0][1]) and not np.any(dbs[0][1])
+    poisoned = site._replace(a=zero.a.at[0].set(jnp.nan), b=zero.b)
+    (bad, _), (bad_dx, bad_das, bad_dbs) = run(x.at[0].set(jnp.inf), mask, (poisoned,), dys)
+    for good, other in ((ys[0], bad[0]), (dx, bad_dx), (das[0], bad_das[0]), (dbs[0], bad_dbs[0])):
+        np.testing.assert_array_equal(good[1:], other[1:])
+
+
+def test_layer_under_scan_checkpoint_and_vmap():
+    """Two scanned, rematerialised layers vmapped over jobs equal the einsums within bf16 noise, bit for bit again."""
+    rng = np.random.default_rng(0)
+
+    def draw(*shape, scale=1.0, dtype=jnp.float32):
+        return jnp.asarray(rng.standard_normal(shape) * scale, dtype)
+
+    w = draw(2, 256, 256, scale=1 / 16, dtype=jnp.bfloat16)
+    adapters = draw(2, 4, 16, 256, scale=1 / 16), draw(2, 4, 256, 16, scale=0.1), jnp.full((2, 4), 0.5)
+    x = draw(4, 128, 256, dtype=jnp.bfloat16)
+
+    def einsum(x, w, a, b, scale):
+        y = x @ w + (scale * ((x @ a.T.astype(x.dtype)) @ b.T.astype(x.dtype))).astype(x.dtype)
+        return y
+
+    def step(dense):
+        def loss(adapters, x):
+            def layer(h, xs):
+                return jnp.tanh(dense(h, xs[0], *xs[1])), None
+
+            h, _ = jax.lax.scan(jax.checkpoint(layer), x, (w, adapters))
+            return jnp.sum(h.astype(jnp.float32) ** 2)
+
+        mapped = jax.vmap(loss, in_axes=(1, 0))
+        return jax.jit(jax.grad(lambda p, x: jnp.sum(mapped(p, x)), argnums=(0, 1)))(adapters, x)
+
+    with using("hopper"):
+        got = step(lora_dense)
+    want = step(einsum)
+    got, want = (got[0][:2], got[1]), (want[0][:2], want[1])
+    assert worst(got, want) < 3e-2
+    with using("hopper"):
+        again = step(lora_dense)
+    jax.tree.map(np.testing.assert_array_equal, got, (again[0][:2], again[1]))
