@@ -61,6 +61,8 @@ def why_slots(instance: Instance, pack: Pack, jobs: list[JobSpec]) -> str:
     if limit <= pack.J:
         return f"memory: {limit} slots of rank bucket {need.bucket} are all that fit ({share})"
     waves = -(-len(jobs) // pack.J)
+    if -(-len(jobs) // (waves - 1)) > limit:
+        return f"memory: at most {limit} slots fit, so {len(jobs)} jobs run in {waves} even waves ({share})"
     steps = sorted({job.micro_steps(pack.m) for job in jobs})
     if len(steps) > 1 and steps[-1] == pack.steps:
         return f"the longest job runs from first to last step, {pack.J - 1} slots beside it ({share})"

@@ -1,0 +1,89 @@
+"""The gap of our plans to the lower bound on random instances, by jobs per device group.
+
+usage: python -m scripts.planner.gap OUT.json [--first 0] [--count 200] [--processes N] [--reference]
+With --reference, instances of fewer than five jobs a group are also searched fifty times longer from other seeds.
+"""
+
+import argparse
+import json
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from planner import Effort, Options, PlanError, make_plan
+from scripts.planner.instances import random_instance
+
+CLASSES = ((0, 5), (5, 20), (20, 10**9))
+
+
+def one(case: tuple[int, bool]) -> dict[str, Any]:
+    """Plan one instance; groups are counted in the plan's smallest degree."""
+    seed, reference = case
+    jobs, shape, on = random_instance(seed)
+    row: dict[str, Any] = {
+        "seed": seed,
+        "jobs": len(jobs),
+        "devices": f"{on.count}x{on.spec.name}",
+        "model": shape.name,
+    }
+    started = time.process_time()
+    try:
+        plan = make_plan(jobs, shape, on, options=Options(baselines=False))
+    except PlanError as error:
+        return {**row, "error": str(error)}
+    groups = on.count // min(pack.degree for pack in plan.packs)
+    row |= {
+        "cpu_s": time.process_time() - started,
+        "per_group": len(jobs) / max(groups, 1),
+        "makespan_s": plan.makespan_s,
+        "bound_s": plan.lower_bound_s,
+        "bound": plan.bound,
+        "ratio": 1 + plan.gap,
+        "method": plan.method,
+    }
+    if reference and row["per_group"] < 5 and plan.method != "exact":
+        long = Options(baselines=False, effort=Effort(recuts=1_500, proposals=150_000))
+        row["reference_s"] = make_plan(jobs, shape, on, options=long, incumbent=plan).makespan_s
+    return row
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """Return mean and worst ratio by class as a Markdown table."""
+    lines = [
+        "| jobs a group | instances | mean | worst | over reference, worst | planned exactly |",
+        "|---|---|---|---|---|---|",
+    ]
+    for low, high in CLASSES:
+        here = [r for r in rows if "ratio" in r and low <= r["per_group"] < high]
+        if not here:
+            continue
+        ratios = [r["ratio"] for r in here]
+        over = [r["makespan_s"] / r["reference_s"] for r in here if "reference_s" in r]
+        name = f"{low} to {high}" if high < 10**9 else f"{low} and more"
+        exact = sum(r["method"] == "exact" for r in here)
+        worst = f"{max(over):.4f} (of {len(over)})" if over else "–"
+        mean = sum(ratios) / len(ratios)
+        lines.append(f"| {name} | {len(here)} | {mean:.4f} | {max(ratios):.4f} | {worst} | {exact} |")
+    failed = [r for r in rows if "error" in r]
+    return "\n".join(lines) + f"\n\n{len(failed)} instances fit no device."
+
+
+def main() -> None:
+    """Plan every instance and write the raw rows."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out")
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--reference", action="store_true")
+    options = parser.parse_args()
+    cases = [(seed, options.reference) for seed in range(options.first, options.first + options.count)]
+    with ProcessPoolExecutor(options.processes) as pool:
+        rows = list(pool.map(one, cases))
+    Path(options.out).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    print(summary(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Memory: hand counts, growth with each size, and what a real step needs."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from planner import (
+    DeviceSpec,
+    MemoryModel,
+    StepShape,
+    cost_model,
+    fit_memory,
+    read_memory_points,
+    step_memory,
+)
+from planner.devices import DEVICES
+from planner.errors import PlanError
+from planner.memory import memory_terms, saved_elements
+from tests.planner.problems import QWEN, instance, job
+
+POINTS = Path(__file__).parents[2] / "benchmarks/results/memory-points-h200-2026-11-30.json"
+STEP = StepShape(1, 8, 1, 1024, 32, "layer")
+
+
+def test_terms_by_hand():
+    """8 × 80.7 M adapter parameters × 22 bytes; 8,192 tokens × 28 layers × 3,584 × 2 bytes; 7.6 B × 2 bytes."""
+    terms = memory_terms(QWEN, STEP, "bf16")
+    assert terms["adapters"] == 8 * 80_740_352 * (4 * 5 + 2)
+    assert terms["saved_layer"] == 8192 * 28 * 3584 * 2
+    assert terms["weights"] == 2 * QWEN.n_params
+    assert terms["logits"] == 12 * 1024 * 152_064
+    assert terms["attention"] == 0
+
+
+@pytest.mark.parametrize("change", [{"J": 9}, {"m": 2}, {"S": 1032}, {"rank_bucket": 64}, {"policy": "dots"}])
+def test_more_of_anything_needs_more(change):
+    assert step_memory(QWEN, replace(STEP, **change), "bf16") > step_memory(QWEN, STEP, "bf16")
+
+
+def test_what_saves_memory():
+    for change in ({"degree": 2}, {"optimizer": "sgd"}, {"targets": frozenset({"q_proj"})}):
+        assert step_memory(QWEN, replace(STEP, **change), "bf16") < step_memory(QWEN, STEP, "bf16")
+    sizes = [step_memory(QWEN, STEP, p) for p in ("nf4", "int8", "bf16", "fp32")]
+    assert sizes == sorted(sizes)
+    assert saved_elements(QWEN, "layer") < saved_elements(QWEN, "dots") < saved_elements(QWEN, "none")
+
+
+@pytest.mark.parametrize("policy", ("none", "dots", "layer"))
+@pytest.mark.parametrize("m", (1, 4))
+def test_slot_limit_is_the_last_that_fits(policy, m):
+    """The closed form against trying every J."""
+    problem = instance([job(0, 64, 8, 2), job(1, 16, 8, 0)], "1xA100-80GB", QWEN)
+    need = problem.need(problem.counts)
+    fitting = [J for J in range(1, 200) if problem.memory(1, J, m, policy, need) <= problem.limit]
+    assert problem.slot_limit(1, m, policy, need) == max(fitting, default=0)
+
+
+def test_fit_on_compiled_steps_holds_on_held_out_ones():
+    """Thirty steps compiled on an H200: ten held out are within 5 %, and none is under the prediction with margin."""
+    points = read_memory_points(POINTS)
+    held_out = points[2::3]
+    model, fit = fit_memory([p for p in points if p not in held_out], held_out)
+    assert fit.points == 10 and fit.worst <= 0.05
+    for p in points:
+        assert step_memory(p.shape, p.step, p.precision, model, p.attention) >= p.bytes * (1 - 1e-6)
+
+
+def test_the_shipped_factors_are_that_fit():
+    points = read_memory_points(POINTS)
+    shipped = cost_model(DEVICES["H200"]).memory
+    assert "measured" in shipped.source
+    for p in points:
+        assert step_memory(p.shape, p.step, p.precision, shipped, p.attention) >= p.bytes * (1 - 1e-6)
+
+
+def test_fit_recovers_factors_it_was_made_from():
+    points = read_memory_points(POINTS)
+    true = MemoryModel(1.1, 0.9, 1.3, 0.8, 1.2, 0.7, 1.0, 0.6, 3e8, 0.0)
+    made = [p._replace(bytes=step_memory(p.shape, p.step, p.precision, true, p.attention)) for p in points]
+    model, fit = fit_memory(made[:20], made[20:])
+    assert fit.worst < 0.02 and model.adapters == pytest.approx(0.9, rel=0.05)
+
+
+def test_bad_points_are_refused(tmp_path):
+    path = tmp_path / "points.json"
+    path.write_text(json.dumps([{"model": {}}]), encoding="utf-8")
+    with pytest.raises(PlanError, match="memory points"):
+        read_memory_points(path)
+    with pytest.raises(PlanError, match="cannot tell"):
+        fit_memory(read_memory_points(POINTS)[:3], [])
+
+
+def test_a_step_may_use_a_share_of_the_device():
+    assert DeviceSpec("x", 100, 0.9).limit_bytes == 90

@@ -1,0 +1,102 @@
+"""Step times: the formula, tables, files, fits."""
+
+import json
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from planner import CostModel, Options, PlanError, StepCost, cost_model, fit_time, make_plan
+from planner.devices import DEVICES, cpu_device
+from planner.fit import TimePoint
+from tests.planner.problems import QWEN, TINY, cluster, job
+
+
+def test_a_step_is_affine_in_slots_tokens_and_ranks():
+    cost = StepCost(0.03, 5e-5, 2e-5, 3e-8)
+    assert cost.seconds(8, 2, 100, 32) == pytest.approx(0.03 + 8 * (5e-5 * 200 + (2e-5 + 3e-8 * 200) * 32))
+
+
+@pytest.mark.parametrize("name", sorted(DEVICES))
+def test_every_device_has_a_table_that_says_where_its_numbers_are_from(name):
+    model = cost_model(DEVICES[name])
+    assert model.device == name and model.sources
+    assert all(source.startswith(("measured", "estimated")) for source in model.sources.values())
+    assert CostModel.from_json(model.to_json()) == model
+    assert model.step_cost(QWEN, 1, "dots", "bf16", 512).c > 0
+
+
+def test_the_h200_table_meets_the_measured_steps():
+    """Qwen2.5-7B, rank 32, 8 × 1 × 1024: 527, 564 and 636 ms measured on an H200 (dots, none, layer)."""
+    model = cost_model(DEVICES["H200"])
+    for policy, ms in (("dots", 527), ("none", 564), ("layer", 636)):
+        cost = model.step_cost(QWEN, 1, policy, "bf16", 1024)
+        assert cost.seconds(8, 1, 1024, 32) * 1000 == pytest.approx(ms, rel=0.05)
+
+
+def test_more_devices_are_faster_but_never_as_much():
+    model = cost_model(DEVICES["A100-40GB"])
+    times = [model.step_cost(QWEN, d, "none", "bf16", 512).seconds(8, 1, 512, 16) for d in (1, 2, 4, 8)]
+    assert times == sorted(times, reverse=True)
+    assert all(a / b < 2 for a, b in pairwise(times))
+
+
+def test_cpu_speed_grows_with_cores():
+    one, four = (cost_model(cpu_device(8 * 10**9, n).spec) for n in (1, 4))
+    assert four.flops == 4 * one.flops
+
+
+def test_a_fitted_entry_wins(tmp_path):
+    model = replace(cost_model(DEVICES["A100-40GB"]), fitted={"tiny-1B/1/none/bf16": [0.5, 1e-6, 0.0, 0.0]})
+    path = tmp_path / "mine.json"
+    path.write_text(model.to_json(), encoding="utf-8")
+    loaded = CostModel.load(path)
+    assert loaded.step_cost(TINY, 1, "none", "bf16", 90) == StepCost(0.5, 1e-6, 0.0, 0.0)
+    plan = make_plan(
+        [job(0, 8, 1)],
+        TINY,
+        cluster(1),
+        cost_model=loaded,
+        options=Options(baselines=False, policies=("none",)),
+    )
+    assert plan.packs[0].step_s == pytest.approx(0.5, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "not JSON"),
+        ("[]", "schema 1"),
+        ('{"device": "x"}', "missing"),
+        ('{"schema": 2}', "schema 1"),
+        (json.dumps({"device": "x", "speed": 3}), "unknown fields"),
+        (
+            json.dumps({"device": "x", "flops": -1, "adapter_flops": 1, "bandwidth": 1, "layer_s": 0}),
+            "flops is -1",
+        ),
+    ],
+)
+def test_a_bad_cost_model_is_refused(text, words):
+    with pytest.raises(PlanError, match=words):
+        CostModel.from_json(text)
+    with pytest.raises(PlanError, match="No such file"):
+        CostModel.load("/nowhere/x.json")
+
+
+def test_the_time_fit_recovers_coefficients_and_judges_unseen_points():
+    """Noise of 2 %: unseen packs within 5 % on average and 12 % at worst."""
+    rng = random.Random(0)
+    true = StepCost(0.03, 5e-5, 2e-5, 3e-8)
+
+    def point(noise: float) -> TimePoint:
+        J, m, S = rng.choice((1, 2, 4, 8, 16, 32)), rng.choice((1, 2, 4)), rng.choice((90, 152, 512, 1024))
+        bucket = rng.choice((8, 16, 32, 64, 128))
+        return TimePoint(J, m, S, bucket, true.seconds(J, m, S, bucket) * (1 + rng.gauss(0, noise)))
+
+    exact, fit = fit_time([point(0) for _ in range(12)], [point(0) for _ in range(6)])
+    assert exact == pytest.approx(true, rel=1e-4) and fit.worst < 1e-6
+    _, fit = fit_time([point(0.02) for _ in range(30)], [point(0.02) for _ in range(20)])
+    assert fit.mean <= 0.05 and fit.worst <= 0.12
+    with pytest.raises(PlanError, match="at least four"):
+        fit_time([point(0)] * 3)
