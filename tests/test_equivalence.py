@@ -69,10 +69,9 @@ def test_gradients_of_one_step_equal_in_float32(tmp_path: Path) -> None:
         return [lora.unstack_adapter(base.config, job, state.grads, slot) for slot, job in enumerate(jobs)]
 
     packed = gradients(JOBS, 2)
-    for slot, m in ((0, 1), (2, 2)):
-        ours, (alone,) = packed[slot], gradients([JOBS[slot]], m)
-        assert relative(ours, alone) < 1e-6
-        assert all(np.abs(x).max() > 1e-3 for x in jax.tree.leaves(alone))
+    (alone,) = gradients(JOBS[:1], 1)
+    assert relative(packed[0], alone) < 1e-6
+    assert all(np.abs(x).max() > 1e-3 for x in jax.tree.leaves(alone))
 
 
 def test_training_equals_in_float64(tmp_path: Path) -> None:

@@ -136,13 +136,6 @@ def test_the_settings_can_tell_right_from_wrong(
     assert 0 in GOLDEN["settings"]["unclipped_warmup"]["tokens"], "and a whole batch without one"
 
 
-def test_wider_micro_steps_change_nothing(packs: dict[str, Trained], tmp_path: Path) -> None:
-    names = [name for name in FAMILIES["llama"] if recipe.SETTINGS[name]["batch_size"] % 2 == 0]
-    for name, trained in train("llama", names, 2, tmp_path).items():
-        np.testing.assert_allclose(trained.loss, packs[name].loss, rtol=2e-5)
-        assert distance(trained.final, packs[name].final) < 2e-4
-
-
 @pytest.mark.parametrize("family", recipe.MODELS)
 def test_adapters_made_by_peft_give_the_logits_they_give_in_peft(family: str, tmp_path: Path) -> None:
     golden = load_file(GOLDENS / "peft_logits.safetensors")
