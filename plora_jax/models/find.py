@@ -11,7 +11,11 @@ from plora_jax.models.config import ModelConfig, config_from_hf
 from plora_jax.models.gguf_tokenizer import tokenizer_from_gguf
 from plora_jax.models.presets import PRESETS, preset
 
-HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+SMALL_FILES = ["*.json", "*.model", "*.jinja", "*.txt"]
+HUB_FILES = [
+    *SMALL_FILES,
+    "model*.safetensors",
+]  # Mistral's hold the weights once more, as consolidated.safetensors
 
 
 def load_config(name: str) -> ModelConfig:
@@ -40,7 +44,7 @@ def load_tokenizer(name: str) -> Any:
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
         return tokenizer_from_gguf(gguf.open_gguf(path).fields, str(path))
-    path = path if path.is_dir() else hub_snapshot(name, [p for p in HUB_FILES if p != "*.safetensors"])
+    path = path if path.is_dir() else hub_snapshot(name, SMALL_FILES)
     from transformers import AutoTokenizer
 
     try:

@@ -69,17 +69,21 @@ class GGUF:
         return read
 
 
-@cache
 def open_gguf(path: Path) -> GGUF:
     """Open a .gguf file and read what model it holds.
 
     Raises:
         UserError: not a readable .gguf file, or an architecture that is not supported.
     """
-    from gguf import GGUFReader
-
     if not path.is_file():
         raise UserError(f"{path} does not exist")
+    return _open(path, path.stat().st_mtime_ns)
+
+
+@cache  # configuration, tokenizer and weights are each asked for; parsing the vocabulary takes seconds
+def _open(path: Path, modified_ns: int) -> GGUF:
+    from gguf import GGUFReader
+
     try:
         reader = GGUFReader(str(path))
         fields = {key: field.contents() for key, field in reader.fields.items()}

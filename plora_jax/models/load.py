@@ -126,9 +126,8 @@ def _put(stack: jax.Array, values: np.ndarray, tensor: Tensor) -> jax.Array:
 
 @partial(jax.jit, static_argnums=1)
 def _turn(values: jax.Array, dtype: Any) -> jax.Array:
-    return values.T.astype(
-        dtype
-    )  # a program of its own: inside the write, XLA on CPU takes four times as long
+    # a program of its own: inside the write, XLA on CPU takes four times as long
+    return values.T.astype(dtype)
 
 
 @cache

@@ -10,8 +10,9 @@ import pytest
 
 from plora_jax.dropout import Dropout
 from plora_jax.errors import UserError
-from plora_jax.models.decoder import LoRA, Runtime
+from plora_jax.models.decoder import LoRA, Norm, Runtime, rotations
 from plora_jax.models.load import load_base
+from plora_jax.models.rope import Rope, frequencies
 from tests.models import tiny
 
 FAST = {"xla_backend_optimization_level": 0}  # compiling is most of these tests
@@ -228,6 +229,27 @@ def test_bf16_runs_near_fp32(llama):
     assert rounded.dtype == jnp.bfloat16
     error = np.linalg.norm(rounded.astype(jnp.float32) - exact) / np.linalg.norm(exact)
     assert 1e-4 < error < 3e-2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error"), [(jnp.float64, 1e-12), (jnp.float32, 1e-5), (jnp.bfloat16, 1e-5)]
+)
+def test_angles_are_at_least_float32(dtype, error):
+    rope, positions = Rope("default", dim=8), jnp.arange(50, dtype=jnp.int32)[None]
+    with jax.enable_x64(dtype == jnp.float64):
+        cos, sin = rotations(rope, positions, jnp.zeros_like(positions), dtype)
+    angles = np.arange(50)[:, None] * frequencies(rope)
+    np.testing.assert_allclose(cos[0], np.cos(angles), atol=error)
+    np.testing.assert_allclose(sin[0], np.sin(angles), atol=error)
+
+
+def test_norm_rounds_bf16_once():
+    x = jnp.asarray(np.random.default_rng(0).normal(1.0, 2.0, (8, 256)), jnp.bfloat16)
+    wide = np.asarray(x, np.float64)
+    exact = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6)
+    out = Norm((), 256, 1e-6, 0.0, jnp.float32)(x)
+    assert out.dtype == jnp.bfloat16
+    assert (out == jnp.asarray(exact, jnp.bfloat16)).mean() > 0.99
 
 
 @pytest.mark.parametrize(
