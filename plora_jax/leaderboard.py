@@ -10,8 +10,8 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from plora_jax.evaluate import HIGHER_IS_BETTER, Score
 from plora_jax.jobs import Job
@@ -129,8 +129,8 @@ def print_leaderboard(
     for place, row in enumerate(rows, 1):
         numbers = ["–" if _missing(row[name]) else f"{row[name]:.3f}" for name in ("score", "loss")]
         fields = [f"{row[n]:g}" if isinstance(row[n], float) else str(row[n]) for n in differing]
-        status = [escape(row["status"] + (f": {row['reason']}" if row["reason"] else ""))] if told else []
-        table.add_row(str(place), row["job_id"], *numbers, *map(escape, fields), str(row["steps"]), *status)
+        status = [Text(row["status"] + (f": {row['reason']}" if row["reason"] else ""))] if told else []
+        table.add_row(str(place), row["job_id"], *numbers, *map(Text, fields), str(row["steps"]), *status)
     console.print(table)
     best = rows[0]
     if best["status"] == "failed":
@@ -143,4 +143,6 @@ def print_leaderboard(
         )
     else:
         console.print("without a test part the winner's score is optimistic: it was chosen on these rows")
-    console.print(f"best adapter: {out / best['adapter']}", soft_wrap=True)
+    console.print(
+        f"best adapter: {out / best['adapter']}", soft_wrap=True, highlight=False, markup=False, emoji=False
+    )
