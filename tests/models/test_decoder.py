@@ -243,6 +243,19 @@ def test_angles_are_at_least_float32(dtype, error):
     np.testing.assert_allclose(sin[0], np.sin(angles), atol=error)
 
 
+@pytest.mark.parametrize(("inside", "outside"), [("highest", None), (None, "highest")])
+def test_precision_of_the_runtime_or_of_jax(inside, outside, llama):
+    tokens = tokens_of(1, 4)
+
+    def logits():
+        model, runtime = llama.model(), Runtime(precision=inside)
+        return model.logits(model.hidden(tokens, *whole(tokens), runtime=runtime), runtime=runtime)
+
+    with jax.default_matmul_precision(outside):
+        text = str(jax.make_jaxpr(logits)())
+    assert text.count("dot_general[") == text.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") > 8
+
+
 def test_norm_rounds_bf16_once():
     x = jnp.asarray(np.random.default_rng(0).normal(1.0, 2.0, (8, 256)), jnp.bfloat16)
     wide = np.asarray(x, np.float64)
