@@ -110,8 +110,8 @@ class Answer(NamedTuple):
     proven_s: float
 
 
-def solve(instance: Instance, types: Types, C: float, whole: bool = False, nodes: int = 200) -> Answer:
-    """Solve the LP at C, or with `whole` the MILP with a whole number of programs of each type.
+def solve(instance: Instance, types: Types, C: float, nodes: int = 0) -> Answer:
+    """Solve the LP at C, or with `nodes` the MILP with a whole number of programs of each type.
 
     The MILP is cut at a number of nodes, never by the clock, so that the answer is the same on every machine.
     """
@@ -152,7 +152,7 @@ def solve(instance: Instance, types: Types, C: float, whole: bool = False, nodes
     ).tocsr()
     cover = block(len(counts), (k, y, ones)).tocsr()
     objective = np.concatenate([degree * instance.cost.compile_s, degree * t0, degree[t] * work])
-    if whole:
+    if nodes:
         found = milp(
             objective,
             constraints=[LinearConstraint(upper, -np.inf, 0), LinearConstraint(cover, counts, counts)],

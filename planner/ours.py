@@ -24,11 +24,12 @@ HEAT = 1e-4  # first temperature of the local search, as a share of the makespan
 @dataclass(frozen=True)
 class Effort:
     """Set how long the searches run; numbers of tries, never seconds, so that plans do not depend on the
-    machine.
+    machine. `milp_nodes` above 0 also starts from the configuration MILP, cut at so many nodes.
     """
 
     recuts: int = 60
     proposals: int = 6_000
+    milp_nodes: int = 0
 
 
 def bounds(instance: Instance) -> tuple[float, str]:
@@ -65,7 +66,7 @@ def ours(
 
     if makespan(best) <= goal:
         return best, name, False
-    starts = [best, *found.values(), *_lp_cuts(instance, bound, goal)]
+    starts = [best, *found.values(), *_lp_cuts(instance, bound, goal, effort.milp_nodes)]
     starts = sorted({makespan(s): s for s in starts}.values(), key=makespan)[:STARTS]
     keep(starts[0], "greedy on the configuration LP")
     heat = HEAT / instance.devices.count
@@ -86,11 +87,13 @@ def ours(
     return best, name, False
 
 
-def _lp_cuts(instance: Instance, bound: float, goal: float) -> Iterator[Solution]:
+def _lp_cuts(instance: Instance, bound: float, goal: float, nodes: int) -> Iterator[Solution]:
     """Yield cuts of the lines in which the configuration LP would run the jobs, in its shares of degrees too."""
     types = make_types(instance)
-    answer = solve(instance, types, bound * 1.02)
-    if len(answer.jobs):
+    for whole in (0, nodes) if nodes else (0,):
+        answer = solve(instance, types, bound * 1.02, whole)
+        if not len(answer.jobs):
+            continue
         tried = patterns(instance, degree_shares(instance, types, answer))
         for line in lines(instance, types, answer):
             found: Found = {}

@@ -79,9 +79,11 @@ def main() -> None:
     parser.add_argument("--reference", action="store_true")
     options = parser.parse_args()
     cases = [(seed, options.reference) for seed in range(options.first, options.first + options.count)]
+    rows: list[dict[str, Any]] = []
     with ProcessPoolExecutor(options.processes) as pool:
-        rows = list(pool.map(one, cases))
-    Path(options.out).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        for row in pool.map(one, cases):
+            rows.append(row)
+            Path(options.out).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     print(summary(rows))
 
 

@@ -100,9 +100,11 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     options = parser.parse_args()
     cases = list(product(DEVICES, MODELS, LENGTHS, BATCHES))
+    rows: list[dict[str, Any]] = []
     with ProcessPoolExecutor(options.processes) as pool:
-        rows = list(pool.map(one, cases))
-    Path(options.out).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        for row in pool.map(one, cases):
+            rows.append(row)
+            Path(options.out).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     print(table(rows))
     lengths = " | ".join(map(str, ALL_LENGTHS))
     print(f"\n| devices | model | batches | {lengths} |\n" + "|---" * (3 + len(ALL_LENGTHS)) + "|")
