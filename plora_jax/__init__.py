@@ -23,6 +23,7 @@ _HOMES = {
     "sweep": "engine",
     "import_adapter": "peft",
     "export_adapter": "peft",
+    "merge_adapter": "merge",
 }
 __all__ = sorted(_HOMES)
 
