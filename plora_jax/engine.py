@@ -1,6 +1,7 @@
 """Run a sweep: read the data, plan, train pack by pack, score, rank and export."""
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -227,10 +228,12 @@ class Engine:
             adapters = [(trained.job, trained.adapter) for trained in group]
             scores = self.scorer.score(adapters, self.task.eval, self.progress.advance)
             for trained, result in zip(group, scores, strict=True):
-                adapter = f"jobs/{trained.job.job_id}/adapter"
-                self._record(
-                    Result(trained.job, "completed", result, trained.steps, trained.tokens, "", adapter)
-                )
+                job, counts = trained.job, (trained.steps, trained.tokens)
+                if math.isfinite(result.loss):
+                    ended = Result(job, "completed", result, *counts, "", f"jobs/{job.job_id}/adapter")
+                else:
+                    ended = Result(job, "failed", None, *counts, "the loss on held-out rows is not finite")
+                self._record(ended)
 
     def _record(self, result: Result) -> None:
         job = result.job

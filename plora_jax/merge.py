@@ -8,7 +8,6 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from safetensors.numpy import save_file
 
 from plora_jax.adapters import Adapter, modules, scales
 from plora_jax.errors import UserError
@@ -19,7 +18,7 @@ from plora_jax.models.find import HUB_FILES, hub_snapshot
 from plora_jax.models.gguf import open_gguf
 from plora_jax.models.gguf_tokenizer import tokenizer_from_gguf
 from plora_jax.models.table import checkpoint_table
-from plora_jax.peft import import_adapter, read_config, replace_directory
+from plora_jax.peft import import_adapter, read_config, replace_directory, save_tensors
 
 DTYPES = {"fp32": np.float32, "bf16": ml_dtypes.bfloat16, "fp16": np.float16}
 _INDEX = "model.safetensors.index.json"
@@ -126,7 +125,7 @@ def _write_shards(directory: Path, tensors: Iterator[tuple[str, np.ndarray]], li
     total, dtype = 0, ""
 
     def flush() -> None:
-        save_file(held, directory / f"shard-{len(shards)}", {"format": "pt"})
+        save_tensors(held, directory / f"shard-{len(shards)}")
         shards.append(list(held))
         held.clear()
 

@@ -51,7 +51,7 @@ def export_adapter(
     ready = target.parent / f".{target.name}.tmp"
     shutil.rmtree(ready, ignore_errors=True)  # left by a killed run
     ready.mkdir(parents=True)
-    save_file(adapter_tensors(config, job, adapter), ready / WEIGHTS, metadata={"format": "pt"})
+    save_tensors(adapter_tensors(config, job, adapter), ready / WEIGHTS)
     (ready / CONFIG).write_text(json.dumps(adapter_config(base_name, config, job), indent=2) + "\n")
     shutil.copymode(ready / CONFIG, ready / WEIGHTS)  # safetensors makes files that only their owner can read
     (ready / CARD).write_text(
@@ -180,6 +180,17 @@ def read_config(root: Path) -> dict[str, Any]:
             f"{root / CONFIG}: only plain LoRA can be loaded, but it sets {', '.join(unsupported)}"
         )
     return settings
+
+
+def save_tensors(tensors: dict[str, np.ndarray], path: Path) -> None:
+    """Write tensors as safetensors; a full disk is an OSError, as it is for every other file."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as err:
+        code = re.search(r"os error (\d+)", str(err))
+        if code is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from None
 
 
 def replace_directory(ready: Path, target: Path) -> None:

@@ -132,6 +132,8 @@ def train_pack(
                 last = None
                 for j in sorted({*failed, *ended}):
                     reason = f"{MAX_SKIPPED} gradients in a row were not finite" if j in failed else ""
+                    if not reason and skipped[j] == loader.cursors[j].step:
+                        reason = "no gradient was finite"
                     yield take(j, reason)
                     fill(j)
     finally:

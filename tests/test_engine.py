@@ -176,7 +176,13 @@ def test_it_needs_held_out_rows(sweep_file, tmp_path, capsys):
 
 
 def test_a_job_whose_gradients_blow_up_fails_alone(sweep_file, tmp_path):
-    search = {"jobs": [{"rank": 3, "learning_rate": 0.03}, {"rank": 3, "learning_rate": 1e38}]}
+    jobs = [
+        {"learning_rate": 0.03},
+        {"learning_rate": 1e38},
+        {"learning_rate": 1e30, "max_steps": 2},  # ends before its gradients tell
+        {"learning_rate": 0.03, "alpha": 1e38, "max_steps": 2},
+    ]
+    search = {"jobs": [{"rank": 3, **job} for job in jobs]}
     path = tiny.write_sweep(
         sweep_file.parent,
         data={"train": "train.jsonl", "eval": "eval.jsonl", "max_length": 16},
@@ -185,7 +191,12 @@ def test_a_job_whose_gradients_blow_up_fails_alone(sweep_file, tmp_path):
     )
     out = tmp_path / "run"
     assert main(["sweep", str(path), "--out", str(out)]) == 1
-    good, bad = json.loads((out / "leaderboard.json").read_text())["jobs"]
+    good, *bad = json.loads((out / "leaderboard.json").read_text())["jobs"]
     assert good["status"] == "completed" and np.isfinite(good["loss"])
-    assert bad["status"] == "failed" and "not finite" in bad["reason"] and bad["score"] is None
+    assert all(row["status"] == "failed" and row["score"] is None for row in bad)
+    assert sorted(row["reason"] for row in bad) == [
+        "10 gradients in a row were not finite",
+        "no gradient was finite",
+        "the loss on held-out rows is not finite",
+    ]
     jax.clear_caches()

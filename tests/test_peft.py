@@ -1,7 +1,9 @@
 """PEFT directories: exact keys and configuration on export, strict reading on import. No torch here."""
 
+import errno
 import json
 import os
+import resource
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -154,6 +156,17 @@ def test_a_failed_export_keeps_the_old_adapter(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="adapts"):
         peft.export_adapter(tmp_path / "adapter", "b", config, replace(job, targets=("q_proj",)), adapter)
     assert equal(peft.import_adapter(tmp_path / "adapter", config)[0], adapter)
+
+
+def test_a_disk_that_takes_no_more_is_told_as_for_any_other_file(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(OSError, match="File too large") as raised:
+            peft.save_tensors({"a": np.zeros(4096, np.float32)}, tmp_path / "a.safetensors")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert raised.value.errno == errno.EFBIG and raised.value.filename == str(tmp_path / "a.safetensors")
 
 
 @pytest.mark.parametrize(
