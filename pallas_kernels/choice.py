@@ -26,7 +26,9 @@ MIN_WAVES = (
 )
 MIN_DEPTH = 1024  # of either frozen product, likewise
 IMPLEMENTATIONS = ("auto", "xla", "hopper")
-_forced: contextvars.ContextVar[str] = contextvars.ContextVar("pallas_kernels", default="auto")
+# Alone, the fused kernel beats these products on Hopper; inside a scanned training step it was measured 14 % slower
+# (docs/benchmarks.md), since XLA copies each layer's W for it. So it serves whoever asks for it.
+_mode: contextvars.ContextVar[str] = contextvars.ContextVar("pallas_kernels", default="xla")
 
 
 class Choice(NamedTuple):
@@ -53,7 +55,8 @@ def default_device() -> Device:
 
 @contextlib.contextmanager
 def using(name: str):
-    """Trace with one implementation: "xla", "hopper" (also without such a device, to compile for one) or "auto".
+    """Trace with one implementation: "xla" (the default), "auto" (the fused kernel where it serves the call and is
+    expected to be faster), or "hopper" (wherever it serves the call, also to compile for a device that is not here).
 
     Raises:
       ValueError: when the name is none of these.
@@ -61,11 +64,11 @@ def using(name: str):
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation {name!r}: allowed are {', '.join(IMPLEMENTATIONS)}")
     jax.clear_caches()  # what was traced before remembers the choice made then
-    token = _forced.set(name)
+    token = _mode.set(name)
     try:
         yield
     finally:
-        _forced.reset(token)
+        _mode.reset(token)
         jax.clear_caches()
 
 
@@ -77,15 +80,15 @@ def choose(dtype, jobs, tokens, d_in, d_outs, ranks, *, shared=False, frozen=Tru
         adapted sites. shared: whether all jobs read the same tokens. frozen: whether every site has its W.
       device: a `Device`; the default one if None.
     """
-    forced = _forced.get()
+    mode = _mode.get()
     device = device or default_device()
-    if forced == "xla":
-        return Choice("xla", "asked for with using('xla')")
-    if forced != "hopper" and device.capability != "9.0":
+    if mode == "xla":
+        return Choice("xla", "the default; using('auto') chooses the fused kernel where it serves")
+    if mode != "hopper" and device.capability != "9.0":
         return Choice(
             "xla", f"no kernel for {device.kind}: there is one for compute capability 9.0 (H100, H200)"
         )
-    if forced != "hopper" and _partitioned_by_xla():
+    if mode != "hopper" and _partitioned_by_xla():
         return Choice("xla", "XLA partitions this program over a mesh, which it cannot do to a kernel")
     if jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
         return Choice("xla", f"the kernel multiplies 16-bit numbers, not {jnp.dtype(dtype).name}")
@@ -106,11 +109,11 @@ def choose(dtype, jobs, tokens, d_in, d_outs, ranks, *, shared=False, frozen=Tru
     if rows > MAX_ROW_WASTE * tokens:
         return Choice("xla", f"{tokens} tokens a job would fill row tiles of {TILE_M} to {tokens / rows:.0%}")
     tiles = jobs * rows // TILE_M * -(-max(d_outs) // 256)
-    if forced != "hopper" and tiles < MIN_WAVES * device.cores:
+    if mode != "hopper" and tiles < MIN_WAVES * device.cores:
         return Choice(
             "xla", f"{tiles} tiles are fewer than {MIN_WAVES} for each of {device.cores} multiprocessors"
         )
-    if forced != "hopper" and min(d_in, sum(d_outs)) < MIN_DEPTH:
+    if mode != "hopper" and min(d_in, sum(d_outs)) < MIN_DEPTH:
         return Choice("xla", f"a frozen product of depth {min(d_in, sum(d_outs))}, below {MIN_DEPTH}")
     return Choice("hopper", f"fused kernel, {_source(device.kind)}")
 

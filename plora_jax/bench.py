@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from pallas_kernels import using
 from planner import StepShape, step_memory
 from planner.memory import MemoryModel
 from plora_jax.batch import Batch
@@ -114,10 +115,16 @@ def _random_state(state: PackState) -> PackState:
     return state._replace(weights=weights, hyper=hyper)
 
 
-def bench_step_command(model: str, json_path: Path | None, precision: str, **case: Any) -> int:
-    """Measure one case with random weights, print it in words and write it as JSON; return the exit code."""
+def bench_step_command(
+    model: str, json_path: Path | None, precision: str, kernels: str = "xla", **case: Any
+) -> int:
+    """Measure one case with random weights, print it in words and write it as JSON; return the exit code.
+
+    `kernels` is an implementation as `pallas_kernels.using` knows them.
+    """
     base = load_base(model, random_weights=True, precision=precision)  # type: ignore[arg-type]
-    result = measure_step(base, **case)
+    with using(kernels):
+        result = measure_step(base, **case) | {"kernels": kernels}
     gib = 2**30
     print(
         f"{model} on {result['device']}: {result['jobs']} jobs × {result['m']} × {result['length']} tokens, rank "

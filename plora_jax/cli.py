@@ -213,6 +213,12 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--precision", choices=["auto", "fp32", "bf16"], default="auto", help="of the frozen base"
     )
+    sub.add_argument(
+        "--kernels",
+        choices=["xla", "auto", "hopper"],
+        default="xla",
+        help="adapters by XLA (default), by the fused kernel where it should pay, or wherever it serves",
+    )
     sub.add_argument("--json", type=_target, metavar="FILE", help="write the measurement as JSON")
 
     sub = command(
@@ -305,6 +311,7 @@ def _bench(args: argparse.Namespace) -> int:
         length=args.length,
         rank=args.rank,
         recompute=args.recompute,
+        kernels=args.kernels,
     )
 
 

@@ -29,7 +29,8 @@ JAX_SECONDS = (
 )
 PROBE = """
 import json, jax, pallas_kernels
-kernel = pallas_kernels.choose("bfloat16", 8, 1024, 4096, (4096,), (32,))
+with pallas_kernels.using("auto"):
+    kernel = pallas_kernels.choose("bfloat16", 8, 1024, 4096, (4096,), (32,))
 print(json.dumps([jax.default_backend(), [d.device_kind for d in jax.devices()], kernel]))
 """
 
@@ -122,7 +123,7 @@ def accelerator() -> list[Finding]:
     if backend == "cpu" and gpus():
         text = "there is a GPU that JAX does not use; install its CUDA build: pip install 'plora-jax[cuda]'"
         out.append(Finding("jax on gpu", "note", text))
-    return [*out, Finding("kernels", "ok", f"{kernel}: {reason}")]
+    return [*out, Finding("kernels", "ok", f"xla by default; asked for 'auto', {kernel}: {reason}")]
 
 
 def hub() -> Finding:
