@@ -36,9 +36,9 @@ class Job:
     alpha_pattern: tuple[tuple[str, float], ...] = _f(
         (), "alphas of single modules, by PEFT pattern", 0.0, None, True
     )
-    batch_size: int = _f(8, "examples per optimizer step", 1, None)
+    batch_size: int = _f(8, "examples per optimizer step", 1, 65_536)
     epochs: float = _f(1.0, "passes over the training rows", 0.0, None, True)
-    max_steps: int | None = _f(None, "optimizer steps; when given, epochs is ignored", 1, None)
+    max_steps: int | None = _f(None, "optimizer steps; when given, epochs is ignored", 1, 2**31 - 1)
     optimizer: Literal["adamw", "sgd"] = _f("adamw", "adamw or sgd")
     beta1: float = _f(0.9, "AdamW beta1 (momentum for sgd is `momentum`)", 0.0, 0.9999999)
     beta2: float = _f(0.999, "AdamW beta2", 0.0, 0.9999999)
@@ -51,7 +51,7 @@ class Job:
     scheduler: Literal["constant", "linear", "cosine"] = _f("cosine", "learning-rate schedule after warmup")
     warmup_ratio: float = _f(0.0, "share of the optimizer steps spent warming up, rounded up", 0.0, 1.0)
     warmup_steps: int | None = _f(
-        None, "optimizer steps of warmup; when given, warmup_ratio is ignored", 0, None
+        None, "optimizer steps of warmup; when given, warmup_ratio is ignored", 0, 2**31 - 1
     )
     seed: int = _f(0, "draws the adapter's A and the dropout masks", 0, 2**31 - 1)
     data_seed: int = _f(0, "draws the order of the training rows", 0, 2**31 - 1)

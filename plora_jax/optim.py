@@ -42,6 +42,7 @@ def warmup_steps(job: Job, total_steps: int) -> int:
 
 def hyper(job: Job, total_steps: int, dtype: Any = np.float32) -> Hyper:
     """Turn a job's settings into the scalars the step reads; `total_steps` ends its schedule."""
+    longest = 2**31 - 1  # of int32; no run gets there, but an absurd number of epochs may ask for it
     reals: dict[str, Any] = {
         name: np.asarray(getattr(job, name), dtype)
         for name in (
@@ -58,8 +59,8 @@ def hyper(job: Job, total_steps: int, dtype: Any = np.float32) -> Hyper:
     integers: dict[str, Any] = {
         "optimizer": OPTIMIZERS.index(job.optimizer),
         "scheduler": SCHEDULERS.index(job.scheduler),
-        "warmup": warmup_steps(job, total_steps),
-        "total": total_steps,
+        "warmup": min(warmup_steps(job, total_steps), longest),
+        "total": min(total_steps, longest),
         "seed": job.seed,
     }
     return Hyper(

@@ -85,3 +85,8 @@ def test_zero_is_a_value_of_warmup():
     assert warmup_steps(Job(warmup_ratio=0.03), 100) == 3 and warmup_steps(Job(warmup_ratio=0.031), 100) == 4
     rate = learning_rate(hyper(Job(learning_rate=1.0, scheduler="linear"), 4), jnp.int32(0))
     assert float(rate) == 1.0  # no warmup: the first step is not lost
+
+
+def test_an_absurd_number_of_steps_is_held_at_the_largest_there_is():
+    h = hyper(Job(warmup_ratio=1.0), 10**12)
+    assert h.total == h.warmup == 2**31 - 1
