@@ -108,6 +108,8 @@ class CostModel:
             text = Path(path).read_text(encoding="utf-8")
         except OSError as error:
             raise PlanError(f"cost model {path}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise PlanError(f"cost model {path}: not JSON: not valid UTF-8") from None
         return CostModel.from_json(text, f"cost model {path}")
 
     def step_cost(

@@ -107,6 +107,8 @@ def _target(text: str) -> Path:
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a directory; name a file")
+    if path.exists() and not path.is_file():  # a pipe or a device
+        return path
     try:
         with tempfile.TemporaryFile(dir=path.parent):  # a file without a name: nothing is left
             return path

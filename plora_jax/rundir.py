@@ -13,7 +13,13 @@ from plora_jax.errors import UserError
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write a text file by atomic rename, flushed to disk, so that a reader never sees half of it."""
+    """Write a text file by atomic rename, flushed to disk, so that a reader never sees half of it.
+
+    What is no file of its own (a link, a pipe, /dev/stdout) is written through instead of replaced.
+    """
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        path.write_text(text, encoding="utf-8")
+        return
     temporary = path.with_name(f".{path.name}.tmp")
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 
 import pytest
 
@@ -15,6 +16,18 @@ def test_atomic_write_leaves_no_temporary(tmp_path):
     assert json.loads(path.read_text()) == {"x": None, "y": [None, 1.5]}
     write_atomic(path, "two")
     assert path.read_text() == "two" and [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_what_is_no_file_of_its_own_is_written_through(tmp_path):
+    pipe, link, file = tmp_path / "pipe", tmp_path / "link", tmp_path / "file"
+    os.mkfifo(pipe)
+    link.symlink_to(file)
+    reader = os.open(pipe, os.O_RDWR)
+    for path in (pipe, link):
+        write_atomic(path, "text")
+    assert os.read(reader, 99) == b"text" and pipe.is_fifo()
+    assert file.read_text() == "text" and link.is_symlink()
+    os.close(reader)
 
 
 def test_torn_tail_is_cut_before_the_next_line(tmp_path):

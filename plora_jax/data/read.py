@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -146,6 +147,7 @@ def _json_array(path: Path, raw: bytes, faults: Faults) -> Iterator[Row]:
 
 def _csv(path: Path, raw: bytes, delimiter: str, faults: Faults) -> Iterator[Row]:
     bad: list[int] = []
+    csv.field_size_limit(sys.maxsize)  # of the module: it takes 131,072 characters for a broken quote
 
     def decoded() -> Iterator[str]:
         for number, line in text_lines(path, raw):

@@ -182,3 +182,8 @@ def test_skipping_counts_the_bad_rows_and_keeps_the_others(tmp_path):
     assert [m.split(": ")[0].rsplit(", ", 1)[1] for m in faults.messages] == ["line 1", "line 4", "line 5"]
     rows, faults = rows_of(put(tmp_path, "a.csv", b"prompt,completion\na\na,b\n\xff,b\n"), "skip")
     assert rows == [{"prompt": "a", "completion": "b"}] and len(faults.messages) == 2
+
+
+def test_a_cell_may_be_as_long_as_a_book(tmp_path):
+    rows, _ = rows_of(put(tmp_path, "a.csv", b"prompt,completion\n" + b"x" * 200_000 + b",b\n"))
+    assert rows == [{"prompt": "x" * 200_000, "completion": "b"}]

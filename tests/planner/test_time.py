@@ -4,6 +4,7 @@ import json
 import random
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -100,3 +101,9 @@ def test_the_time_fit_recovers_coefficients_and_judges_unseen_points():
     assert fit.mean <= 0.05 and fit.worst <= 0.12
     with pytest.raises(PlanError, match="at least four"):
         fit_time([point(0)] * 3)
+
+
+def test_a_cost_model_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "c.json").write_bytes(b"\xff")
+    with pytest.raises(PlanError, match=r"c\.json: not JSON: not valid UTF-8"):
+        CostModel.load(tmp_path / "c.json")
