@@ -22,7 +22,7 @@ from plora_jax.jobs import Job
 from plora_jax.leaderboard import Result, print_leaderboard, rank, write_leaderboard
 from plora_jax.models.find import load_config, load_tokenizer
 from plora_jax.models.load import Base, load_base
-from plora_jax.peft import export_adapter, import_adapter
+from plora_jax.peft import WEIGHTS, export_adapter, import_adapter
 from plora_jax.planning import check_disk, disk_bytes, plan_jobs, trained_rows
 from plora_jax.progress import Progress, make_console
 from plora_jax.rundir import JsonLines, RunDirectory, check_unused, open_run, write_atomic, write_json
@@ -70,7 +70,7 @@ def run_sweep(
         return 0
     base = base or load_base(sweep.model, precision=sweep.precision.base)  # type: ignore[arg-type]
     with open_run(out, resume) as run:
-        results = _begin(run, sweep, jobs)
+        results = _begin(run, sweep, jobs, task.digests)
         write_atomic(run.path / "plan.json", plan.to_json())
         run.event("started", jobs=len(jobs), finished=len(results), device=jax.devices()[0].device_kind)
         work = sum(
@@ -108,16 +108,27 @@ def sweep(
     return json.loads((out / "leaderboard.json").read_text(encoding="utf-8"))
 
 
-def _begin(run: RunDirectory, sweep: Sweep, jobs: Sequence[Job]) -> dict[str, Result]:
+def _begin(run: RunDirectory, sweep: Sweep, jobs: Sequence[Job], data: dict[str, str]) -> dict[str, Result]:
     """Write what the run is made of, or check that it is the same run; return the results it already has."""
     text, path = resolved(sweep), run.path / "sweep.yaml"
     if path.exists() and (before := path.read_text(encoding="utf-8")) != text:
         raise UserError(
             f"{path}: this run was started with another configuration:\n{_difference(before, text)}"
         )
+    read = run.read_json("data.json") or {}
+    if changed := [name for name, digest in data.items() if read.get(name, digest) != digest]:
+        raise UserError(
+            f"{run.path}: {', '.join(changed)} changed since this run was started; "
+            "put the rows back, or give another directory"
+        )
     write_atomic(path, text)
+    write_json(run.path / "data.json", data)
     found = {job.job_id: (job, run.read_json(f"jobs/{job.job_id}/job.json")) for job in jobs}
-    return {name: _result(job, record) for name, (job, record) in found.items() if record}
+    return {
+        name: _result(job, record)
+        for name, (job, record) in found.items()
+        if record and (not record["adapter"] or (run.path / record["adapter"] / WEIGHTS).exists())
+    }
 
 
 def _difference(before: str, after: str) -> str:

@@ -1,7 +1,7 @@
 """What a sweep is made of besides its configuration: rows to train on and to score, adapters to start from."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.console import Console
@@ -39,6 +39,7 @@ class Task:
     train: dict[str, Examples]  # by job_id; jobs on one file share one object
     eval: EvalSet
     test: EvalSet | None
+    digests: dict[str, str] = field(default_factory=dict)  # by file: names its tokens and labels
 
 
 def read_task(sweep: Sweep, jobs: Sequence[Job], tokenizer: Any, vocab_size: int, console: Console) -> Task:
@@ -75,7 +76,8 @@ def read_task(sweep: Sweep, jobs: Sequence[Job], tokenizer: Any, vocab_size: int
                 console.print(f"warning: {warning}", soft_wrap=True, highlight=False, markup=False)
     first = train[jobs[0].job_id]
     held_out = {part: _eval_set(data, examples, first, tokenizer) for part, examples in parts.items()}
-    return Task(train, held_out["eval"], held_out.get("test"))
+    digests = {name: examples.digest for name, examples in files.items()}
+    return Task(train, held_out["eval"], held_out.get("test"), digests)
 
 
 def _eval_set(data: DataConfig, examples: Examples, train: Examples, tokenizer: Any) -> EvalSet:

@@ -139,12 +139,16 @@ def test_a_finished_run_resumes_to_itself(run, sweep_file):
     assert {p: p.read_bytes() for p in before} == before
 
 
-def test_resume_trains_what_is_missing_to_the_same_numbers(run, sweep_file, tmp_path):
+@pytest.mark.parametrize("gone", ["job.json", "adapter"])
+def test_resume_trains_what_is_missing_to_the_same_numbers(run, sweep_file, tmp_path, gone):
     board = json.loads((run / "leaderboard.json").read_text())
     lost = board["jobs"][-1]["job_id"]
     record = run / "jobs" / lost / "job.json"
     kept = record.read_text()
-    record.unlink()
+    if gone == "job.json":
+        record.unlink()
+    else:
+        (run / "jobs" / lost / gone).rename(tmp_path / "gone")
     assert main(["sweep", str(sweep_file), "--out", str(run), "--resume"]) == 0
     again, was = json.loads(record.read_text()), json.loads(kept)
     assert again["steps"] == was["steps"] and again["tokens"] == was["tokens"]
@@ -160,6 +164,16 @@ def test_a_used_directory_and_a_changed_sweep_are_refused(run, sweep_file, capsy
     assert main(["sweep", str(changed), "--out", str(run), "--resume"]) == 2
     message = capsys.readouterr().err
     assert "-  epochs: 3" in message and "+  epochs: 2" in message
+
+
+def test_changed_rows_are_refused(run, sweep_file, capsys):
+    rows = sweep_file.parent / "train.jsonl"
+    before = rows.read_text()
+    tiny.write_rows(rows, TRAIN[:-1])
+    assert main(["sweep", str(sweep_file), "--out", str(run), "--resume"]) == 2
+    assert "train.jsonl changed since this run was started" in capsys.readouterr().err
+    rows.write_text(before)
+    assert main(["sweep", str(sweep_file), "--out", str(run), "--resume"]) == 0
 
 
 def test_dry_run_writes_nothing(sweep_file, tmp_path, capsys):
