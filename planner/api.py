@@ -45,7 +45,7 @@ def default_effort(instance: Instance) -> Effort:
     """Return how long to search: less for many devices or jobs, whose cuts are already near the bound."""
     n = instance.n_jobs
     if n <= 200:
-        return Effort(recuts=20, proposals=3_000)
+        return Effort(recuts=60, proposals=10_000)
     if n <= 2_500:
         return Effort(recuts=60, proposals=9_000)
     return Effort(recuts=10, proposals=0)

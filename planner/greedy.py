@@ -65,7 +65,10 @@ class Line:
 
 
 def orders(instance: Instance) -> list[Counts]:
-    """Return all jobs in several orders: length first, then batch or rank or length of run first."""
+    """Return all jobs in several orders: length first, then batch or rank or length of run first.
+
+    Jobs that only large groups hold come before all others, as large groups come first in a pattern.
+    """
     jobs = instance.classes
     keys: list[Callable[[int], tuple]] = [
         lambda k: (jobs[k].row_tokens, jobs[k].data, jobs[k].batch_size, jobs[k].bucket, jobs[k].rows),
@@ -74,9 +77,10 @@ def orders(instance: Instance) -> list[Counts]:
         lambda k: (jobs[k].batch_size, jobs[k].row_tokens, jobs[k].data, jobs[k].bucket, jobs[k].rows),
         lambda k: (jobs[k].bucket, jobs[k].row_tokens, jobs[k].batch_size, jobs[k].rows),
     ]
+    least = [next(d for d in instance.degrees if instance.fits_alone(k, d)) for k in range(len(jobs))]
     out: list[Counts] = []
     for key in keys:
-        items = tuple(sorted(instance.counts, key=lambda item: (*key(item[0]), item[0])))
+        items = tuple(sorted(instance.counts, key=lambda item: (-least[item[0]], *key(item[0]), item[0])))
         if items not in out:
             out.append(items)
     return out

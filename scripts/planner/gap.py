@@ -75,10 +75,14 @@ def main() -> None:
     parser.add_argument("out")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--seeds", default="", help="instances by number, instead of a range")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--reference", action="store_true")
     options = parser.parse_args()
-    cases = [(seed, options.reference) for seed in range(options.first, options.first + options.count)]
+    seeds = [int(s) for s in options.seeds.split(",") if s] or range(
+        options.first, options.first + options.count
+    )
+    cases = [(seed, options.reference) for seed in seeds]
     rows: list[dict[str, Any]] = []
     with ProcessPoolExecutor(options.processes) as pool:
         for row in pool.map(one, cases):
