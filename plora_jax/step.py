@@ -19,7 +19,7 @@ from plora_jax.batch import Batch
 from plora_jax.dropout import Dropout
 from plora_jax.jobs import Job
 from plora_jax.models.config import ModelConfig
-from plora_jax.models.decoder import Decoder, LoRA, Runtime
+from plora_jax.models.decoder import Decoder, LoRA, Runtime, matmul_precision
 from plora_jax.models.load import Base
 from plora_jax.optim import Hyper, apply_update, hyper, init_optimizer, learning_rate
 
@@ -276,7 +276,7 @@ def _train_step(graphdef: nnx.GraphDef, spec: PackSpec, runtime: Runtime) -> Cal
 
     @partial(jax.jit, donate_argnums=0)
     def step(state: PackState, params: nnx.State, batch: Batch) -> tuple[PackState, Metrics]:
-        with jax.default_matmul_precision(runtime.precision):  # of the backward pass too
+        with matmul_precision(runtime):  # of the backward pass too
             (loss, count), grads = packed_grad(state.weights, state.scales, state.hyper, params, batch)
         zeros = jax.tree.map(jnp.zeros_like, grads)
         grads = select(batch.active, 1, grads, zeros)

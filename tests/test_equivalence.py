@@ -96,12 +96,16 @@ def test_highest_precision_reaches_every_product(tmp_path: Path) -> None:
     spec = pack_spec(base.config, JOBS)
     batch = micro_batch([rows_of(job)[:2] for job in JOBS], [True] * len(JOBS), 0)
 
-    def products(runtime: Runtime) -> list[str]:
+    def products(runtime: Runtime, outside: str | None = None) -> list[str]:
         step = make_train_step(base, spec, runtime)
-        lines = step.lower(empty_pack(base.config, spec), base.params, batch).as_text().splitlines()
+        with jax.default_matmul_precision(outside):
+            lines = step.lower(empty_pack(base.config, spec), base.params, batch).as_text().splitlines()
         return [line for line in lines if "dot_general" in line]
 
     usual, highest = products(Runtime()), products(Runtime(precision="highest"))
     assert len(usual) == len(highest) > 40
     assert not any("HIGHEST" in line for line in usual)
     assert [line for line in highest if "HIGHEST" not in line] == []
+    assert products(Runtime(), "highest") == highest, (
+        "jax's own setting holds where the runtime asks for none"
+    )

@@ -48,8 +48,8 @@ class Runtime:
     attention: xla anywhere, cudnn on NVIDIA in bf16 or fp16.
     recompute: what backward computes again: none, all but the matrix products (dots), or the whole layer.
     dtype: of activations, and of weights as they are used.
-    precision: of the forward products; "highest" keeps float32 on GPUs that would use TF32. None leaves jax's own
-    setting, which also governs the backward pass: it is traced later, outside this model.
+    precision: of the matrix products; "highest" keeps float32 on GPUs that would use TF32, None leaves jax's own
+    setting. The backward pass is traced outside the model: put `matmul_precision` around it.
     segments: False promises one example per sequence, its padding at the end, and spares the mask.
     """
 
@@ -222,7 +222,7 @@ class Decoder(nnx.Module):
             state, lora, this = xs
             return nnx.merge(graphdef, state)(x, lora, flow, this, runtime), None
 
-        with _precision(runtime):
+        with matmul_precision(runtime):
             x = self.embed[...][tokens].astype(runtime.dtype)  # [B, S, D]
             x = x * jnp.asarray(c.embed_scale, x.dtype) if c.embed_scale != 1.0 else x
             x, _ = jax.lax.scan(recomputing(layer, runtime.recompute), x, (stacked, adapters or {}, which))
@@ -232,13 +232,14 @@ class Decoder(nnx.Module):
         """Apply the head, in float32 at least; of `runtime` only the precision counts."""
         head = (self.embed if self.head is None else self.head)[...].astype(hidden.dtype)
         wide = jnp.promote_types(hidden.dtype, jnp.float32)
-        with _precision(runtime):
+        with matmul_precision(runtime):
             logits = jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=wide)
         cap = self.config.final_softcap
         return cap * jnp.tanh(logits / cap) if cap else logits
 
 
-def _precision(runtime: Runtime) -> AbstractContextManager[Any]:
+def matmul_precision(runtime: Runtime) -> AbstractContextManager[Any]:
+    """Trace products with the runtime's precision; jax's own setting holds where it asks for none."""
     return jax.default_matmul_precision(runtime.precision) if runtime.precision else nullcontext()
 
 
