@@ -6,8 +6,10 @@ reads them. Tensors are `base_model.model.<module path>.lora_A.weight` [r, d_in]
 """
 
 import json
+import math
 import os
 import re
+import reprlib
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -19,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.flax import load_file
 from safetensors.numpy import save_file
 
-from plora_jax.adapters import Adapter, Factors, alphas, match_pattern, modules, ranks
+from plora_jax.adapters import RANK_BUCKETS, Adapter, Factors, alphas, match_pattern, modules, ranks
 from plora_jax.errors import UserError
 from plora_jax.jobs import LINEAR, Job
 from plora_jax.model_card import model_card
@@ -37,6 +39,53 @@ _KNOWN = """
 """
 # these starts leave the base model's weights alone; PiSSA, OLoRA, CorDA, LoftQ … change them when they load
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+def _rank(value: Any) -> bool:
+    return type(value) is int and 1 <= value <= RANK_BUCKETS[-1]
+
+
+def _alpha(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def _mapping(item: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: (
+        value is None
+        or (isinstance(value, dict) and all(_compiles(key) and item(one) for key, one in value.items()))
+    )
+
+
+def _one_or_more(kind: type) -> Callable[[Any], bool]:
+    return lambda value: (
+        value is None
+        or type(value) is kind
+        or (isinstance(value, list) and all(type(item) is kind for item in value))
+    )
+
+
+_MODULES = (
+    lambda value: _one_or_more(str)(value) and _compiles(value),
+    "a regular expression or a list of names",
+)
+_HOLDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "r": (_rank, f"a whole number from 1 to {RANK_BUCKETS[-1]}"),
+    "lora_alpha": (_alpha, "a number above 0"),
+    "rank_pattern": (_mapping(_rank), f"a mapping to whole numbers from 1 to {RANK_BUCKETS[-1]}"),
+    "alpha_pattern": (_mapping(_alpha), "a mapping to numbers above 0"),
+    "target_modules": _MODULES,
+    "exclude_modules": _MODULES,
+    "layers_to_transform": (_one_or_more(int), "a whole number or a list of them"),
+    "layers_pattern": (_one_or_more(str), "text or a list of texts"),
+}
+
+
+def _compiles(value: Any) -> bool:
+    try:
+        re.compile(value if isinstance(value, str) else "")
+    except re.error:
+        return False
+    return True
 
 
 def export_adapter(
@@ -161,11 +210,12 @@ def read_config(root: Path) -> dict[str, Any]:
     if not isinstance(settings, dict) or settings.get("peft_type") != "LORA":
         kind = settings.get("peft_type") if isinstance(settings, dict) else type(settings).__name__
         raise UserError(f"{root / CONFIG}: peft_type is {kind!r}; only LORA adapters can be loaded")
-    rank, alpha = settings.setdefault("r", 8), settings.setdefault("lora_alpha", 8)  # PEFT's defaults
-    if not isinstance(rank, int) or rank < 1:
-        raise UserError(f"{root / CONFIG}: r is {rank!r}; it must be a whole number above 0")
-    if not isinstance(alpha, int | float) or alpha <= 0:
-        raise UserError(f"{root / CONFIG}: lora_alpha is {alpha!r}; it must be a number above 0")
+    settings.setdefault("r", 8), settings.setdefault("lora_alpha", 8)  # PEFT's defaults
+    for key, (holds, words) in _HOLDS.items():
+        if not holds(settings.get(key)):
+            raise UserError(
+                f"{root / CONFIG}: {key} is {reprlib.repr(settings.get(key))}; it must be {words}"
+            )
     unsupported = [
         f"{key}={value!r}" for key, value in settings.items() if key not in _KNOWN.split() and value
     ]

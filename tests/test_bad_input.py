@@ -271,6 +271,9 @@ MODELS: list[tuple[dict[str, Any], str]] = [
     ({"num_key_value_heads": 3}, "cannot share 3 key/value heads"),
     ({"hidden_act": "tanhshrink"}, "activation 'tanhshrink' is not supported"),
     ({"rope_scaling": {"rope_type": "ntk-by-parts"}}, "ntk-by-parts"),
+    ({"rope_theta": "large"}, "a field is malformed: could not convert string to float: 'large'"),
+    ({"layer_types": 3}, "a field is malformed"),
+    ({"quantization_config": "gptq"}, "a field is malformed"),
 ]
 
 

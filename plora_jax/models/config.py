@@ -128,6 +128,18 @@ def config_from_hf(config: dict[str, Any], name: str = "config.json") -> ModelCo
         UserError: the model is of a kind that this code does not run (mixture of experts, multimodal, unknown
             rope or activation, quantised weights …), or a needed field is missing or malformed.
     """
+    try:
+        return _config(config, name)
+    except (
+        AttributeError,
+        OverflowError,
+        TypeError,
+        ValueError,
+    ) as error:  # text for a number, a list for text …
+        raise UserError(f"{name}: a field is malformed: {error}") from None
+
+
+def _config(config: dict[str, Any], name: str) -> ModelConfig:
     family = _family(config, name)
     get = {**family.defaults, **{k: v for k, v in config.items() if v is not None}}.get
 

@@ -49,8 +49,9 @@ def load_tokenizer(name: str) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(path, use_fast=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{name}: no tokenizer could be loaded: {str(error).splitlines()[0]}") from None
+    except (AttributeError, OSError, ValueError, KeyError, TypeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"{name}: no tokenizer could be loaded: {reason}") from None
 
 
 def hub_snapshot(name: str, patterns: list[str]) -> Path:
