@@ -38,6 +38,8 @@ def build_packs(instance: Instance, placed: list[Placed]) -> tuple[Pack, ...]:
                 memory_limit_bytes=instance.limit,
             )
         )
+    lost = [name for rest in names for name in rest]
+    assert not lost, f"the search lost jobs {lost}"
     return tuple(packs)
 
 

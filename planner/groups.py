@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from planner.instance import Counts, Instance
-from planner.pack import Choice, choose_pack, group_seconds
+from planner.pack import Choice, choose_pack, group_seconds, merge_counts
 
 SPLIT_CLASSES = 8  # a set of more classes is split only where data or batch sizes change
 
@@ -50,7 +50,7 @@ def split_group(instance: Instance, items: Counts, degree: int) -> Group | None:
             head = best[i]
             if head is None:
                 continue
-            pack = choose_pack(instance, tuple(sorted(items[cuts[i] : cuts[j]])), degree)
+            pack = choose_pack(instance, merge_counts(items[cuts[i] : cuts[j]]), degree)  # a class may repeat
             if pack is None:
                 continue
             seconds = head[0] + compile_s + pack.run_s
