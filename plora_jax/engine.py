@@ -26,6 +26,7 @@ from plora_jax.peft import WEIGHTS, export_adapter, import_adapter
 from plora_jax.planning import check_disk, disk_bytes, plan_jobs, trained_rows
 from plora_jax.progress import Progress, make_console
 from plora_jax.rundir import JsonLines, RunDirectory, check_unused, open_run, write_atomic, write_json
+from plora_jax.space import EXCLUDES, ONLY_WITH
 from plora_jax.step import pack_spec
 from plora_jax.task import Task, read_task, start_adapters
 from plora_jax.train import Trained, Work, train_pack
@@ -104,8 +105,20 @@ def sweep(
     `data` holds the fields of the data section of SWEEP.yaml; options and errors are those of `run_sweep`.
     """
     out = Path(out)
-    run_sweep(make_sweep(model=base.name, data=data), jobs, out, base=base, **options)
+    run_sweep(described(base.name, jobs, data), jobs, out, base=base, **options)
     return json.loads((out / "leaderboard.json").read_text(encoding="utf-8"))
+
+
+def described(model: str, jobs: Sequence[Job], data: dict[str, Any]) -> Sweep:
+    """Return the sweep whose file names these jobs, so that a run from Python can be checked and repeated."""
+    plain, listed = Job().to_dict(), []
+    for job in jobs:
+        values = {name: value for name, value in job.to_dict().items() if value != plain[name]}
+        unread = {one for one, kind in ONLY_WITH.items() if job.optimizer != kind}
+        unread |= {two for one, two in EXCLUDES if one in values}
+        kept = {name: value for name, value in values.items() if name not in unread}
+        listed.append({"learning_rate": job.learning_rate, **kept})
+    return make_sweep(model=model, data=data, search={"jobs": listed})
 
 
 def _begin(run: RunDirectory, sweep: Sweep, jobs: Sequence[Job], data: dict[str, str]) -> dict[str, Result]:

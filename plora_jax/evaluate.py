@@ -269,7 +269,8 @@ def eval_command(
         for n, s in zip(names, scores, strict=True)
     ]
     for row in rows:
-        print(f"{row['adapter'] or 'base model'}: {metric} {row['score']:.4f}, loss {row['loss']:.4f}")
+        found = "" if metric == "loss" else f"{metric} {row['score']:.4f}, "
+        print(f"{row['adapter'] or 'base model'}: {found}loss {row['loss']:.4f}")
     if json_path:
         write_json(json_path, rows)
     return 0

@@ -30,7 +30,7 @@ Trained with plora_jax. In PEFT:
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-base = AutoModelForCausalLM.from_pretrained({base_name!r})
+base = AutoModelForCausalLM.from_pretrained({_where(base_name)})
 model = PeftModel.from_pretrained(base, "THIS_DIRECTORY")
 ```
 
@@ -40,6 +40,13 @@ model = PeftModel.from_pretrained(base, "THIS_DIRECTORY")
 |---|---|---|
 {table}
 """
+
+
+def _where(base_name: str) -> str:
+    """Return the arguments by which transformers finds the base; of a .gguf file it wants folder and name."""
+    if not base_name.endswith(".gguf"):
+        return repr(base_name)
+    return f"{str(Path(base_name).parent)!r}, gguf_file={Path(base_name).name!r}"
 
 
 def _vllm(base_name: str, job: Job, largest_rank: int) -> str:

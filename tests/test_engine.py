@@ -11,8 +11,10 @@ from safetensors.numpy import save_file
 
 from plora_jax.adapters import scales
 from plora_jax.cli import main
-from plora_jax.config import load_sweep
+from plora_jax.config import load_sweep, parse_sweep, resolved
 from plora_jax.data.encode import read_examples
+from plora_jax.engine import described
+from plora_jax.jobs import Job
 from plora_jax.models.config import config_from_hf
 from plora_jax.models.decoder import LoRA
 from plora_jax.models.load import load_base
@@ -214,3 +216,18 @@ def test_a_job_whose_gradients_blow_up_fails_alone(sweep_file, tmp_path):
         "the loss on held-out rows is not finite",
     ]
     jax.clear_caches()
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job(),
+        Job(
+            rank=4, alpha=8.0, targets=("q_proj", "v_proj"), max_steps=5, warmup_steps=2, train="other.jsonl"
+        ),
+        Job(optimizer="sgd", momentum=0.9, rank_pattern=(("q_proj", 2),), seed=3),
+    ],
+)
+def test_the_file_of_a_run_from_python_names_its_jobs(job: Job) -> None:
+    sweep = described("org/model", [job, Job(learning_rate=1e-3)], {"train": "train.jsonl"})
+    assert search_jobs(parse_sweep(resolved(sweep))) == [job, Job(learning_rate=1e-3)]

@@ -22,6 +22,7 @@ from plora_jax import adapters as lora
 from plora_jax import peft
 from plora_jax.errors import UserError
 from plora_jax.jobs import Job
+from plora_jax.model_card import model_card
 from plora_jax.models.config import ModelConfig, config_from_hf
 from tests.goldens import peft_recipe as recipe
 from tests.peft_cases import GOLDENS, job_of
@@ -187,6 +188,10 @@ def test_the_card_says_how_vllm_loads_it(tmp_path: Path, rank: int, patterns: tu
     assert ("--max-lora-rank" in card) == (16 < rank <= 512)
     assert "base_model: org/base" in card
     assert f"| rank | `{rank}` |" in card
+
+
+def test_the_card_of_a_gguf_base_loads_in_transformers() -> None:
+    assert "from_pretrained('models', gguf_file='m.gguf')" in model_card("models/m.gguf", Job(), 16)
 
 
 def edit(directory: Path, change: Callable[[dict[str, Any], dict[str, np.ndarray]], None]) -> Path:
