@@ -48,6 +48,10 @@ class DataConfig:
     buckets: tuple[int, ...] = setting(
         (), "row lengths to compile for, the last one max_length; none: chosen", low=8
     )
+    packing: bool = setting(
+        False,
+        "lay the examples of a micro-step end to end in one sequence, instead of padding each to the longest",
+    )
     rows: int | None = setting(
         None, "training rows that `plora plan` counts while the file is not there", low=1
     )
@@ -237,6 +241,10 @@ def _check_data(data: dict[str, Any], base_dir: Path, faults: Faults) -> None:
         faults.add(
             ("data", "buckets"),
             f"{shown(list(buckets))} must rise, end at max_length ({longest}) and be at most 16",
+        )
+    if buckets and data.get("packing"):
+        faults.add(
+            ("data", "packing"), "contradicts buckets: packed sequences have lengths of their own; keep one"
         )
 
 

@@ -4,7 +4,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +195,8 @@ class Engine:
             return
         self.progress.phase(f"training, {name}")
         spec = pack_spec(self.base.config, [item.job for item in work], slots=len(pack.slots))
-        shapes = self._shapes(work, pack.m)
+        packing = self.sweep.data.packing and pack.m > 1
+        shapes = self._shapes(work, pack.m, packing)
         logs: dict[str, JsonLines] = {}
         for item in work:  # a job that starts again starts its log again
             path = self.run.job(item.job.job_id) / "metrics.jsonl"
@@ -217,7 +218,8 @@ class Engine:
                 queues,
                 pack.m,
                 shapes,
-                runtime=runtime_for(self.base, pack.policy),
+                packing=packing,
+                runtime=replace(runtime_for(self.base, pack.policy), segments=packing),
                 on_step=on_step,
                 on_micro_step=on_micro_step,
             ):
@@ -227,12 +229,13 @@ class Engine:
                 log.close()
         self._score_pending(name, len(pack.slots))
 
-    def _shapes(self, work: Sequence[Work], m: int) -> Sequence[Shape]:
+    def _shapes(self, work: Sequence[Work], m: int, packing: bool) -> Sequence[Shape]:
         pairs = [(item.examples, item.job.data_seed) for item in work]
         if self.sweep.data.buckets:
             return [fitting_shape(length, [e for e, _ in pairs]) for length in self.sweep.data.buckets]
         micro_steps = max(trained_rows(item.job, len(item.examples)) // m for item in work)
-        return choose_shapes(pairs, m, limit=min(MAX_SHAPES, 1 + micro_steps // STEPS_PER_SHAPE))
+        limit = min(MAX_SHAPES, 1 + micro_steps // STEPS_PER_SHAPE)
+        return choose_shapes(pairs, 1 if packing else m, group=m, fill=packing, limit=limit)
 
     def _ended(self, trained: Trained) -> None:
         job = trained.job

@@ -58,14 +58,17 @@ def train_pack(
     m: int,
     shapes: Sequence[Shape],
     *,
+    packing: bool = False,
     runtime: Runtime | None = None,
     on_step: OnStep = lambda job, line: None,
     on_micro_step: OnMicroStep = lambda tokens: None,
 ) -> Iterator[Trained]:
     """Train `queues[j]` one after another in slot j, and yield each job as it ends.
 
-    Metrics are read one micro-step late, so that the host never waits for the step it has just dispatched. A job
-    whose gradients are not finite MAX_SKIPPED times in a row ends as failed; its neighbours go on.
+    A micro-step takes m examples of each slot: one a sequence, or with `packing` end to end in one sequence (`shapes`
+    and `runtime.segments` must be made for it). Metrics are read one micro-step late, so that the host never waits
+    for the step it has just dispatched. A job fails alone, as soon as MAX_SKIPPED of its gradients in a row are not
+    finite, or at its end when none was.
     """
     step = make_train_step(base, spec, runtime)
     load = make_load_slot(spec)
@@ -75,7 +78,7 @@ def train_pack(
     tokens = np.zeros(spec.slots, np.int64)
     bad_run = np.zeros(spec.slots, np.int64)
     skipped = np.zeros(spec.slots, np.int64)
-    loader = PackLoader([None] * spec.slots, m, shapes)
+    loader = PackLoader([None] * spec.slots, 1 if packing else m, shapes, group=m, fill=packing)
 
     def fill(j: int) -> None:
         nonlocal state

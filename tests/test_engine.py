@@ -231,3 +231,28 @@ def test_a_job_whose_gradients_blow_up_fails_alone(sweep_file, tmp_path):
 def test_the_file_of_a_run_from_python_names_its_jobs(job: Job) -> None:
     sweep = described("org/model", [job, Job(learning_rate=1e-3)], {"train": "train.jsonl"})
     assert search_jobs(parse_sweep(resolved(sweep))) == [job, Job(learning_rate=1e-3)]
+
+
+def test_packing_changes_the_layout_and_no_number(run, sweep_file, tmp_path):
+    text = (run / "sweep.yaml").read_text()
+    assert "  packing: false\n" in text
+    other = sweep_file.with_name("packing.yaml")
+    other.write_text(text.replace("  packing: false\n", "  packing: true\n"))
+    out = tmp_path / "packed"
+    assert main(["sweep", str(other), "--out", str(out)]) == 0
+    padded, packed = (
+        {row["job_id"]: row for row in json.loads((r / "leaderboard.json").read_text())["jobs"]}
+        for r in (run, out)
+    )
+    assert padded.keys() == packed.keys()
+    for job_id, row in packed.items():
+        assert row["loss"] == pytest.approx(padded[job_id]["loss"], rel=1e-4)
+        assert row["tokens"] == padded[job_id]["tokens"] and row["steps"] == padded[job_id]["steps"]
+        lines = [
+            [
+                json.loads(line)["loss"]
+                for line in (r / "jobs" / job_id / "metrics.jsonl").read_text().splitlines()
+            ]
+            for r in (run, out)
+        ]
+        assert lines[0] == pytest.approx(lines[1], rel=1e-4)
