@@ -10,6 +10,7 @@ import errno
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"
     )  # it misses PyTorch, which nothing here needs
     try:
-        with _sigterm():
+        with _interruptible():
             code = int(args.run(args))
             sys.stdout.flush()
             return code
@@ -79,19 +80,41 @@ def _say(args: argparse.Namespace, message: str, code: int) -> int:
 
 
 @contextlib.contextmanager
-def _sigterm() -> Iterator[None]:
-    def handler(*_: Any) -> None:
-        raise _Terminated
+def _interruptible() -> Iterator[None]:
+    """Raise on Ctrl-C and SIGTERM, again every second until the block is left: hooks that JAX runs may swallow one."""
+    kinds = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: _Terminated}
+    asked: list[int] = []
 
-    try:
-        before = signal.signal(signal.SIGTERM, handler)
-    except ValueError:  # not the main thread: signals are the caller's
+    def handler(number: int, _: Any) -> None:
+        if number in kinds:
+            asked.append(number)
+        signal.setitimer(signal.ITIMER_REAL, 1.0)
+        raise kinds[signal.Signals(asked[-1])]
+
+    if threading.current_thread() is not threading.main_thread():  # signals are the caller's
         yield
         return
+    ignored = [
+        number for number in kinds if signal.getsignal(number) is signal.SIG_IGN
+    ]  # as in the background
+    numbers = [number for number in (*kinds, signal.SIGALRM) if number not in ignored]
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def command() -> NoReturn:
+    """Run `main` as a process: after an interruption leave at once, since a step in flight would end in an abort."""
+    code = main()
+    if code in (130, 143):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _count(text: str) -> int:
@@ -330,4 +353,4 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

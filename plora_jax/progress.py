@@ -32,9 +32,10 @@ class Progress:
 
     def __init__(self, console: Console, total: float) -> None:
         self.console, self.total = console, max(total, 1e-9)
-        self.done, self.tokens, self.training_s = 0.0, 0, 0.0
-        self.start = self.said = self.last = time.monotonic()
-        self.what, self.note = "", ""
+        self.done = 0.0
+        self.timed_work, self.timed_s, self.tokens, self.training_s = 0.0, 0.0, 0, 0.0
+        self.said = self.last = time.monotonic()
+        self.what, self.note, self.compiling = "", "", True
         self._bar: Bar | None = None
         if console.is_terminal:
             self._bar = Bar(BarColumn(), TextColumn("{task.fields[state]}"), console=console)
@@ -51,14 +52,19 @@ class Progress:
 
     def phase(self, what: str) -> None:
         """Say what is being done now."""
-        self.what, self.note, self.last = what, "", time.monotonic()
+        self.what, self.note, self.last, self.compiling = what, "", time.monotonic(), True
         self._show(always=True)
 
     def advance(self, work: float, tokens: int = 0, note: str = "") -> None:
         """Add work, and the real tokens that were trained in it; `note` (the latest loss, say) stays until another."""
         now = time.monotonic()
-        if tokens:
-            self.tokens, self.training_s = self.tokens + tokens, self.training_s + now - self.last
+        if (
+            not self.compiling
+        ):  # the first of a phase takes as long as its compilation, which says nothing of the rate
+            self.timed_work, self.timed_s = self.timed_work + work, self.timed_s + now - self.last
+            if tokens:
+                self.tokens, self.training_s = self.tokens + tokens, self.training_s + now - self.last
+        self.compiling = False
         self.last = now
         self.done = min(self.done + work, self.total)
         self.note = note or self.note
@@ -74,10 +80,11 @@ class Progress:
 
     def state(self) -> str:
         """Say what is done now, the share of all work, tokens/s over the training so far, and the time left."""
-        elapsed = time.monotonic() - self.start
         parts = [f"{self.what}: {100 * self.done / self.total:.0f}%"]
+        if self.compiling:
+            parts.append("starting")
         if self.tokens:
-            parts.append(f"{self.tokens / self.training_s:,.0f} tokens/s")
-        if self.done:
-            parts.append(f"{clock(elapsed * (self.total - self.done) / self.done)} left")
+            parts.append(f"{self.tokens / max(self.training_s, 1e-9):,.0f} tokens/s")
+        if self.timed_work:
+            parts.append(f"{clock(self.timed_s * (self.total - self.done) / self.timed_work)} left")
         return ", ".join([*parts, *([self.note] if self.note else [])])

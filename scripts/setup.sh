@@ -39,7 +39,8 @@ fi
 # The stamp names what is installed, so that a second run starts at once and a changed lock installs again.
 wanted="$(cat pyproject.toml scripts/constraints.txt | cksum) $extra"
 stamp="$venv/.plora-installed"
-if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+found="$(cat "$stamp" 2>/dev/null || true)"
+if [ "$found" != "$wanted" ] && { [ -n "$extra" ] || [ "${found#"$wanted"}" = "$found" ]; }; then
     say "installing the packages locked in scripts/constraints.txt${extra:+, with the extra '$extra'}"
     "$PYTHON" -m pip install --quiet --disable-pip-version-check -c scripts/constraints.txt uv
     "$PYTHON" -m uv pip install --quiet --python "$PYTHON" -c scripts/constraints.txt -e ".${extra:+[$extra]}"

@@ -44,7 +44,7 @@ def distinct_completions(train: Examples) -> tuple[str, ...]:
         raise UserError(
             f"{train.report.path}: metric choice_accuracy needs options, and the rows have {len(found):,} "
             f"distinct completions (2 to {MAX_DISTINCT} could serve). Give each row 'choices', set "
-            "data.choices, or use metric exact_match or loss."
+            "data.choices, or use metric loss."
         )
     return tuple(found)
 
