@@ -124,7 +124,7 @@ def described(model: str, jobs: Sequence[Job], data: dict[str, Any]) -> Sweep:
 def _begin(run: RunDirectory, sweep: Sweep, jobs: Sequence[Job], data: dict[str, str]) -> dict[str, Result]:
     """Write what the run is made of, or check that it is the same run; return the results it already has."""
     text, path = resolved(sweep), run.path / "sweep.yaml"
-    if path.exists() and (before := path.read_text(encoding="utf-8")) != text:
+    if path.exists() and (before := path.read_text(encoding="utf-8", errors="replace")) != text:
         raise UserError(
             f"{path}: this run was started with another configuration:\n{_difference(before, text)}"
         )
@@ -136,12 +136,8 @@ def _begin(run: RunDirectory, sweep: Sweep, jobs: Sequence[Job], data: dict[str,
         )
     write_atomic(path, text)
     write_json(run.path / "data.json", data)
-    found = {job.job_id: (job, run.read_json(f"jobs/{job.job_id}/job.json")) for job in jobs}
-    return {
-        name: _result(job, record)
-        for name, (job, record) in found.items()
-        if record and (not record["adapter"] or (run.path / record["adapter"] / WEIGHTS).exists())
-    }
+    found = {job.job_id: _result(run, job) for job in jobs}
+    return {name: result for name, result in found.items() if result}
 
 
 def _difference(before: str, after: str) -> str:
@@ -151,11 +147,17 @@ def _difference(before: str, after: str) -> str:
     return "\n".join(lines)
 
 
-def _result(job: Job, record: dict[str, Any]) -> Result:
-    score = Score(**record["score"]) if record["score"] else None
-    return Result(
-        job, record["status"], score, record["steps"], record["tokens"], record["reason"], record["adapter"]
-    )
+def _result(run: RunDirectory, job: Job) -> Result | None:
+    """Return how the job ended in an earlier run; None if it did not, or its record is damaged or its adapter gone."""
+    record = run.read_json(f"jobs/{job.job_id}/job.json")
+    try:
+        score = Score(**record["score"]) if record["score"] else None
+        names = ("steps", "tokens", "reason", "adapter")
+        result = Result(job, record["status"], score, *(record[name] for name in names))
+    except (KeyError, TypeError):
+        return None
+    kept = not result.adapter or (run.path / result.adapter / WEIGHTS).exists()
+    return result if kept else None
 
 
 def _link_best(run: RunDirectory, best: dict[str, Any]) -> None:

@@ -51,14 +51,14 @@ def merge_adapter(
     check_tensors(stored, config, base)
     loaded, fields = import_adapter(adapter, config)
     needed = sum(t.size for t in checkpoint_table(config).values()) * 4
-    target.parent.mkdir(parents=True, exist_ok=True)
+    _make(target.parent)
     free = shutil.disk_usage(target.parent).free
     if free < needed:
         raise UserError(f"{target}: up to {needed / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB are free")
 
     ready = target.parent / f".{target.name}.tmp"
     shutil.rmtree(ready, ignore_errors=True)  # left by a killed run
-    ready.mkdir()
+    _make(ready)
     try:
         tensors = _merged(config, stored, loaded, Job(**fields), dtype)
         written = _write_shards(ready, tensors, shard_bytes)
@@ -70,6 +70,13 @@ def merge_adapter(
         shutil.rmtree(ready, ignore_errors=True)
         raise
     return target
+
+
+def _make(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as err:
+        raise UserError(f"{directory}: cannot be made: {err.strerror}") from None
 
 
 def merge_command(adapter: Path, out: Path, model: str | None, dtype: str = "auto") -> int:

@@ -83,9 +83,12 @@ class RunDirectory:
         self._events.append({"time": round(time.time(), 3), "event": kind, **fields})
 
     def read_json(self, name: str) -> Any:
-        """Return the value of a JSON file of the run, None where there is none."""
+        """Return the value of a JSON file of the run, None where there is none that can be read."""
         path = self.path / name
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        try:
+            return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        except ValueError:  # damaged, as no write here leaves it
+            return None
 
 
 def check_unused(out: Path, resume: bool) -> None:

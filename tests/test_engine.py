@@ -141,7 +141,7 @@ def test_a_finished_run_resumes_to_itself(run, sweep_file):
     assert {p: p.read_bytes() for p in before} == before
 
 
-@pytest.mark.parametrize("gone", ["job.json", "adapter"])
+@pytest.mark.parametrize("gone", ["job.json", "adapter", "half"])
 def test_resume_trains_what_is_missing_to_the_same_numbers(run, sweep_file, tmp_path, gone):
     board = json.loads((run / "leaderboard.json").read_text())
     lost = board["jobs"][-1]["job_id"]
@@ -149,6 +149,8 @@ def test_resume_trains_what_is_missing_to_the_same_numbers(run, sweep_file, tmp_
     kept = record.read_text()
     if gone == "job.json":
         record.unlink()
+    elif gone == "half":
+        record.write_text('{"status": "completed"}')
     else:
         (run / "jobs" / lost / gone).rename(tmp_path / "gone")
     assert main(["sweep", str(sweep_file), "--out", str(run), "--resume"]) == 0

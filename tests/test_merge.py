@@ -173,6 +173,8 @@ def test_wrong_input_is_refused_and_nothing_is_written(
         merge.merge_adapter(base, made("qwen2"), tmp_path / "merged")
     with pytest.raises(UserError, match="exists already"):
         merge.merge_adapter(base, made("llama"), tmp_path / "base")
+    with pytest.raises(UserError, match="cannot be made"):
+        merge.merge_adapter(base, made("llama"), tmp_path / "base" / "config.json" / "merged")
     with pytest.raises(UserError, match="int4"):
         merge.merge_adapter(base, made("llama"), tmp_path / "merged", dtype="int4")
     with pytest.raises(UserError, match="names no base model"):

@@ -39,6 +39,13 @@ def test_torn_tail_is_cut_before_the_next_line(tmp_path):
     assert [json.loads(line) for line in path.read_text().splitlines()] == [{"step": 1}, {"step": 2}]
 
 
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff"])
+def test_a_damaged_file_counts_as_absent(tmp_path, content):
+    with open_run(tmp_path / "run", resume=False) as run:
+        (run.path / "job.json").write_bytes(content)
+        assert run.read_json("job.json") is None
+
+
 @pytest.mark.parametrize("resume", [False, True])
 def test_used_directory_is_refused_unless_resumed(tmp_path, resume):
     (tmp_path / "something").write_text("mine")
