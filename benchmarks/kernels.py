@@ -5,7 +5,8 @@
     python -m benchmarks.kernels loop  --out benchmarks/results/kernels_loop.jsonl
 
 Times are the sum of the kernels of a call as CUPTI reports them (host and launch gaps left out), the median of a dozen
-calls on random data; `bound_us` is what issue 5 asks for. Every fused result is checked against float32 products.
+calls on random data; `bound` is the goal that docs/benchmarks.md states. Every fused result is checked against float32
+products.
 """
 
 import argparse

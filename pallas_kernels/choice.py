@@ -21,9 +21,8 @@ from .reference import Site, adapted
 
 MAX_RANK = 256
 MAX_ROW_WASTE = 1.07  # rows of whole tiles over tokens: beyond, the folded product of XLA is faster
-MIN_WAVES = (
-    2  # tiles of the widest output over blocks: below, waiting for the shrink costs more than it saves
-)
+# Tiles of the widest output over blocks: below, waiting for the shrink costs more than it saves.
+MIN_WAVES = 2
 MIN_DEPTH = 1024  # of either frozen product, likewise
 IMPLEMENTATIONS = ("auto", "xla", "hopper")
 # Alone, the fused kernel beats these products on Hopper; inside a scanned training step it was measured 14 % slower

@@ -21,6 +21,7 @@ class Site(NamedTuple):
 
     @property
     def d_out(self) -> int:
+        """Return F, the output features."""
         return self.w.shape[-1] if self.w is not None else self.b.shape[-2]
 
 

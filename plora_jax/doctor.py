@@ -24,9 +24,8 @@ PACKAGES = (
     "cvxpy",
     "highspy",
 )
-JAX_SECONDS = (
-    120  # a first initialisation of CUDA can take most of a minute; a broken driver can hang for ever
-)
+# The first initialisation of CUDA can take most of a minute; a broken driver can hang for ever.
+JAX_SECONDS = 120
 PROBE = """
 import json, jax, pallas_kernels
 with pallas_kernels.using("auto"):

@@ -32,9 +32,8 @@ from plora_jax.task import Task, read_task, start_adapters
 from plora_jax.train import Trained, Work, train_pack
 
 STEPS_PER_SHAPE = 64  # micro-steps that make one more compiled length worth its compilation
-TRAINING_WORK = (
-    2.0  # a trained token costs about two forward passes: forward, and backward to the inputs alone
-)
+# Forward passes that a trained token costs: its own, and a backward pass to the inputs alone.
+TRAINING_WORK = 2.0
 
 
 def run_sweep(

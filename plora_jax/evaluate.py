@@ -129,12 +129,11 @@ def _eval_step(graphdef: nnx.GraphDef, runtime: Runtime) -> EvalStep:
 class Scorer:
     """Score adapters of one base model, many at a time, with one compiled step for each shape that occurs."""
 
-    def __init__(self, base: Base, runtime: Runtime | None = None, budget: int | None = None) -> None:
+    def __init__(self, base: Base, runtime: Runtime | None = None) -> None:
         self.base = base
         self.step = make_eval_step(base, runtime)
-        self.budget = budget or (
-            8_192 if jax.default_backend() == "cpu" else 65_536
-        )  # tokens at once, all adapters
+        # tokens at once, over all adapters
+        self.budget = 8_192 if jax.default_backend() == "cpu" else 65_536
 
     def score(
         self,

@@ -21,7 +21,11 @@ from safetensors import SafetensorError
 from safetensors.flax import load_file
 from safetensors.numpy import save_file
 
+<<<<<<< HEAD
 from plora_jax.adapters import RANK_BUCKETS, Adapter, Factors, alphas, match_pattern, modules, ranks
+=======
+from plora_jax.adapters import Adapter, Factors, alphas, match_pattern, max_rank, modules, ranks
+>>>>>>> ff9969e (Comments where the formatter had torn them; max_rank and the scorer's budget once; no issue number)
 from plora_jax.errors import UserError
 from plora_jax.jobs import LINEAR, Job
 from plora_jax.model_card import model_card
@@ -103,9 +107,7 @@ def export_adapter(
     save_tensors(adapter_tensors(config, job, adapter), ready / WEIGHTS)
     (ready / CONFIG).write_text(json.dumps(adapter_config(base_name, config, job), indent=2) + "\n")
     shutil.copymode(ready / CONFIG, ready / WEIGHTS)  # safetensors makes files that only their owner can read
-    (ready / CARD).write_text(
-        model_card(base_name, job, int(max(r.max() for r in ranks(config, job).values())))
-    )
+    (ready / CARD).write_text(model_card(base_name, job, max_rank(config, job)))
     for file in ready.iterdir():
         _sync(file)
     replace_directory(ready, target)

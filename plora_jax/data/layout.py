@@ -48,8 +48,7 @@ class Slot:
 class Cursor(NamedTuple):
     """Say where a slot stands: its open batch starts at `offset` in the order of `epoch`.
 
-    `step` optimizer steps are closed; bit i of `taken` is set when row i of the open batch has been handed
-    out.
+    `step` optimizer steps are closed; bit i of `taken` is set once row i of the open batch is handed out.
     """
 
     epoch: int = 0

@@ -51,9 +51,8 @@ class ModelConfig:
     fused: bool = False  # one qkv_proj and one gate_up_proj in the checkpoint (Phi-3)
     pre_norm: bool = True
     post_norm: bool = False
-    qk_norm: Literal["none", "head", "all"] = (
-        "none"  # over each head (Qwen3, Gemma 3) or all of them at once (OLMo 2)
-    )
+    # over each head (Qwen3, Gemma 3), or over all of them at once (OLMo 2)
+    qk_norm: Literal["none", "head", "all"] = "none"
     norm_offset: float = 0.0  # Gemma stores weight − 1
     activation: str = "silu"
     embed_scale: float = 1.0

@@ -12,10 +12,8 @@ from plora_jax.models.gguf_tokenizer import tokenizer_from_gguf
 from plora_jax.models.presets import PRESETS, preset
 
 SMALL_FILES = ["*.json", "*.model", "*.jinja", "*.txt"]
-HUB_FILES = [
-    *SMALL_FILES,
-    "model*.safetensors",
-]  # Mistral's hold the weights once more, as consolidated.safetensors
+# Mistral's repositories hold the weights once more, as consolidated.safetensors.
+HUB_FILES = [*SMALL_FILES, "model*.safetensors"]
 
 
 def load_config(name: str) -> ModelConfig:

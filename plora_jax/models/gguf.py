@@ -60,10 +60,8 @@ class GGUF:
             module = key.split(".")[-2]
             if self.config.family == "llama" and module in heads:
                 return unpermute(values, heads[module])
-            if (
-                self.config.norm_offset and values.ndim == 1
-            ):  # llama.cpp stores Gemma's norms as they multiply
-                return values - self.config.norm_offset
+            if self.config.norm_offset and values.ndim == 1:
+                return values - self.config.norm_offset  # llama.cpp stores Gemma's norms as they multiply
             return values
 
         return read

@@ -19,6 +19,7 @@ class Tensor(NamedTuple):
 
     @property
     def size(self) -> int:
+        """Count the elements."""
         return math.prod(self.shape)
 
 
