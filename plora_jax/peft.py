@@ -21,11 +21,7 @@ from safetensors import SafetensorError
 from safetensors.flax import load_file
 from safetensors.numpy import save_file
 
-<<<<<<< HEAD
-from plora_jax.adapters import RANK_BUCKETS, Adapter, Factors, alphas, match_pattern, modules, ranks
-=======
-from plora_jax.adapters import Adapter, Factors, alphas, match_pattern, max_rank, modules, ranks
->>>>>>> ff9969e (Comments where the formatter had torn them; max_rank and the scorer's budget once; no issue number)
+from plora_jax.adapters import RANK_BUCKETS, Adapter, Factors, alphas, match_pattern, max_rank, modules, ranks
 from plora_jax.errors import UserError
 from plora_jax.jobs import LINEAR, Job
 from plora_jax.model_card import model_card
