@@ -187,17 +187,21 @@ class Engine:
     def run_pack(self, pack: Pack, name: str) -> None:
         """Train the pack's jobs that are not finished yet, slot by slot as planned; export and score each."""
         queues: list[list[Work]] = [[] for _ in pack.slots]
+        everything, work = [], []
         for place in sorted(pack.assign, key=lambda a: a.start_s):
-            if place.job_id not in self.results:
-                job = self.jobs[place.job_id]
-                queues[place.slot].append(Work(job, self.task.train[job.job_id], self.starts.get(job.job_id)))
-        work = [item for queue in queues for item in queue]
+            job = self.jobs[place.job_id]
+            item = Work(job, self.task.train[job.job_id], self.starts.get(job.job_id))
+            everything.append(item)
+            if job.job_id not in self.results:
+                queues[place.slot].append(item)
+                work.append(item)
         if not work:
             return
         self.progress.phase(f"training, {name}")
-        spec = pack_spec(self.base.config, [item.job for item in work], slots=len(pack.slots))
+        # made for all jobs of the pack, so that a resumed run goes on with the same program
+        spec = pack_spec(self.base.config, [item.job for item in everything], slots=len(pack.slots))
         packing = self.sweep.data.packing and pack.m > 1
-        shapes = self._shapes(work, pack.m, packing)
+        shapes = self._shapes(everything, pack.m, packing)
         logs: dict[str, JsonLines] = {}
         for item in work:  # a job that starts again starts its log again
             path = self.run.job(item.job.job_id) / "metrics.jsonl"
