@@ -39,7 +39,8 @@ def build_packs(instance: Instance, placed: list[Placed]) -> tuple[Pack, ...]:
             )
         )
     lost = [name for rest in names for name in rest]
-    assert not lost, f"the search lost jobs {lost}"
+    if lost:  # never; and never silently
+        raise AssertionError(f"the search lost jobs {lost}")
     return tuple(packs)
 
 

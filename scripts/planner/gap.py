@@ -1,6 +1,6 @@
 """The gap of our plans to the lower bound on random instances, by jobs per device group.
 
-usage: python -m scripts.planner.gap OUT.json [--first 0] [--count 200] [--processes N] [--reference]
+usage: python -m scripts.planner.gap OUT.json [--first 0] [--count 200] [--every N] [--processes N] [--reference]
 With --reference, instances of fewer than five jobs a group are also searched fifty times longer from other seeds.
 """
 
@@ -75,12 +75,13 @@ def main() -> None:
     parser.add_argument("out")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--every", type=int, default=1, help="every so many instances of the range")
     parser.add_argument("--seeds", default="", help="instances by number, instead of a range")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--reference", action="store_true")
     options = parser.parse_args()
     seeds = [int(s) for s in options.seeds.split(",") if s] or range(
-        options.first, options.first + options.count
+        options.first, options.first + options.count, options.every
     )
     cases = [(seed, options.reference) for seed in seeds]
     rows: list[dict[str, Any]] = []

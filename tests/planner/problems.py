@@ -1,5 +1,7 @@
 """Small problems that the planner's tests share, and a hypothesis strategy for random ones."""
 
+from random import Random
+
 from hypothesis import strategies as st
 
 from planner import Devices, JobSpec, decoder_shape, devices
@@ -40,6 +42,23 @@ def sweeps(draw, most: int = 12) -> list[JobSpec]:
         )
         for i in range(n)
     ]
+
+
+def crowd(seed: int) -> tuple[list[JobSpec], int]:
+    """Draw 40 to 100 jobs of a few kinds, on two data sets of different lengths, and 1 to 16 devices."""
+    rng = Random(seed)
+    sets = rng.choice(((0, 1), (0, 2), (1, 2)))
+    kinds = [
+        (
+            rng.choice((8, 16, 32, 64, 128)),
+            rng.choice((1, 2, 4, 6, 8, 16)),
+            rng.choice(sets),
+            rng.randint(1, 3),
+            rng.choice((0, 50_000)),
+        )
+        for _ in range(rng.randint(6, 16))
+    ]
+    return [job(i, *rng.choice(kinds)) for i in range(rng.randint(40, 100))], rng.randint(1, 16)
 
 
 def cluster(count: int, kind: str = "A100-40GB") -> Devices:
