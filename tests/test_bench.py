@@ -39,7 +39,8 @@ def test_bench_refuses_what_it_does_not_know(tmp_path, capsys):
 
 
 def test_a_profile_becomes_a_cost_model_that_plans(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(profile, "FITTED", profile.FITTED[:7])  # as few as tell the factors: each is a compilation
+    # as few as tell the factors: each is a compilation
+    monkeypatch.setattr(profile, "FITTED", profile.FITTED[:7])
     monkeypatch.setattr(profile, "HELD_OUT", profile.HELD_OUT[:1])
     model = tiny.write_model(tmp_path / "model", num_hidden_layers=1)
     out = tmp_path / "cost.json"
