@@ -21,8 +21,6 @@ from plora_jax.errors import UserError
 from plora_jax.jobs import LINEAR, Job
 from plora_jax.models.config import ModelConfig, Site
 
-RANK_BUCKETS = (8, 16, 32, 64, 128, 256, 512, 1024)
-
 
 class Factors(NamedTuple):
     """Hold one site's two matrices for all layers of one job."""
@@ -33,14 +31,6 @@ class Factors(NamedTuple):
 
 Adapter = dict[str, Factors]
 Stack = dict[str, Factors]  # with a job axis: a [L, J, R, d_in], b [L, J, d_out, R]
-
-
-def rank_bucket(rank: int) -> int:
-    """Return the smallest bucket that holds `rank`. Raises `UserError` above the largest bucket."""
-    for bucket in RANK_BUCKETS:
-        if rank <= bucket:
-            return bucket
-    raise UserError(f"rank {rank} is too large: at most {RANK_BUCKETS[-1]} is supported")
 
 
 def resolve_targets(config: ModelConfig, targets: Sequence[str] | str) -> dict[str, np.ndarray]:

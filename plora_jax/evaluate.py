@@ -11,13 +11,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
+from planner import rank_bucket
 from planner.memory import HEAD_CHUNK
 from plora_jax.adapters import (
     Adapter,
     Stack,
     max_rank,
     pad_adapter,
-    rank_bucket,
     ranks,
     stack_adapters,
     stack_scales,

@@ -21,12 +21,13 @@ from safetensors import SafetensorError
 from safetensors.flax import load_file
 from safetensors.numpy import save_file
 
-from plora_jax.adapters import RANK_BUCKETS, Adapter, Factors, alphas, match_pattern, max_rank, modules, ranks
+from plora_jax.adapters import Adapter, Factors, alphas, match_pattern, max_rank, modules, ranks
 from plora_jax.errors import UserError
-from plora_jax.jobs import LINEAR, Job
+from plora_jax.jobs import JOB_FIELDS, LINEAR, Job
 from plora_jax.model_card import model_card
 from plora_jax.models.config import ModelConfig
 
+MAX_RANK = JOB_FIELDS["rank"].metadata["high"]
 CONFIG, WEIGHTS, CARD = "adapter_config.json", "adapter_model.safetensors", "README.md"
 _PREFIX = "base_model.model."
 
@@ -42,7 +43,7 @@ _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def _rank(value: Any) -> bool:
-    return type(value) is int and 1 <= value <= RANK_BUCKETS[-1]
+    return type(value) is int and 1 <= value <= MAX_RANK
 
 
 def _alpha(value: Any) -> bool:
@@ -69,9 +70,9 @@ _MODULES = (
     "a regular expression or a list of names",
 )
 _HOLDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "r": (_rank, f"a whole number from 1 to {RANK_BUCKETS[-1]}"),
+    "r": (_rank, f"a whole number from 1 to {MAX_RANK}"),
     "lora_alpha": (_alpha, "a number above 0"),
-    "rank_pattern": (_mapping(_rank), f"a mapping to whole numbers from 1 to {RANK_BUCKETS[-1]}"),
+    "rank_pattern": (_mapping(_rank), f"a mapping to whole numbers from 1 to {MAX_RANK}"),
     "alpha_pattern": (_mapping(_alpha), "a mapping to numbers above 0"),
     "target_modules": _MODULES,
     "exclude_modules": _MODULES,

@@ -12,6 +12,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int32
 
+from planner import rank_bucket
 from planner.memory import HEAD_CHUNK
 from plora_jax import adapters as lora
 from plora_jax.adapters import Adapter, Factors, Stack
@@ -66,7 +67,7 @@ def pack_spec(config: ModelConfig, jobs: Sequence[Job], slots: int | None = None
     used = {site for job in jobs for site in lora.ranks(config, job)}
     return PackSpec(
         slots=slots or len(jobs),
-        rank=lora.rank_bucket(max(lora.max_rank(config, job) for job in jobs)),
+        rank=rank_bucket(max(lora.max_rank(config, job) for job in jobs)),
         sites=tuple(site.name for site in config.sites if site.name in used),
         optimizers=frozenset(job.optimizer for job in jobs),
         has_dropout=any(job.dropout > 0 for job in jobs),

@@ -187,15 +187,3 @@ def test_stack_pads_and_unstack_gives_back_the_true_ranks(config: ModelConfig) -
 def test_a_site_the_pack_lacks_is_refused(config: ModelConfig) -> None:
     with pytest.raises(ValueError, match="k_proj"):
         lora.pad_adapter(config, lora.init_adapter(config, Job(rank=2, targets=("k_proj",))), 8, ("q_proj",))
-
-
-@pytest.mark.parametrize(
-    ("rank", "bucket"), [(1, 8), (8, 8), (9, 16), (33, 64), (128, 128), (129, 256), (1024, 1024)]
-)
-def test_rank_buckets(rank: int, bucket: int) -> None:
-    assert lora.rank_bucket(rank) == bucket
-
-
-def test_rank_above_the_largest_bucket_is_an_error() -> None:
-    with pytest.raises(UserError, match="1025"):
-        lora.rank_bucket(1025)

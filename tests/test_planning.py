@@ -25,6 +25,7 @@ from plora_jax.planning import (
 )
 from plora_jax.search import search_jobs
 from plora_jax.sizes import Size, data_size, token_counter
+from plora_jax.step import pack_spec
 from tests.tiny import ROWS, write_rows, write_sweep
 
 
@@ -56,6 +57,15 @@ def test_the_shape_of_a_public_model() -> None:
 )
 def test_rows_until_the_last_step(fields: dict[str, Any], n: int, rows: int) -> None:
     assert trained_rows(Job(**fields), n) == rows
+
+
+@pytest.mark.parametrize(
+    ("rank", "bucket"), [(1, 8), (9, 16), (129, 256), (300, 512), (600, 768), (1024, 1024)]
+)
+def test_a_job_is_trained_in_the_bucket_that_was_planned(rank: int, bucket: int) -> None:
+    job = Job(rank=rank)
+    spec = pack_spec(load_config("HuggingFaceTB/SmolLM2-135M"), [job])
+    assert spec.rank == job_spec(job, Size(1, 8, 8, ""), "rows").bucket == bucket
 
 
 def test_a_job_in_the_planners_words() -> None:
