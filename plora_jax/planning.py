@@ -165,13 +165,8 @@ def solve(problem: Problem, cost_model: planner.CostModel | None = None) -> plan
 
 
 def disk_bytes(config: ModelConfig, plan: planner.Plan) -> int:
-    """Return what a run needs on disk: every adapter in float32, and two checkpoints of the largest pack.
-
-    A checkpoint holds adapters and both moments of AdamW at the rank of the slots; the base is never in it.
-    """
-    adapters = sum(4 * config.lora_params(job["rank"]) for job in plan.jobs.values())
-    packs = [sum(12 * config.lora_params(bucket) for bucket in pack.slots) for pack in plan.packs]
-    return adapters + 2 * max(packs)
+    """Return what a run needs on disk: every adapter in float32; the base is never written."""
+    return sum(4 * config.lora_params(job["rank"]) for job in plan.jobs.values())
 
 
 def check_disk(out: Path, needed: int) -> None:

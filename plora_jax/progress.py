@@ -19,8 +19,8 @@ def clock(seconds: float) -> str:
 
 def make_console() -> Console:
     """Return a console on standard output; where that is no terminal, lines are as wide as a log can bear."""
-    console = Console()
-    return console if console.is_terminal else Console(width=160)
+    console = Console(emoji=False)  # a path or a name with :cat: in it is no picture
+    return console if console.is_terminal else Console(width=160, emoji=False)
 
 
 class Progress:
