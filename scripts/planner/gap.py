@@ -1,7 +1,7 @@
 """The gap of our plans to the lower bound on random instances, by jobs per device group.
 
 usage: python -m scripts.planner.gap OUT.json [--first 0] [--count 200] [--every N] [--processes N] [--reference]
-With --reference, instances of fewer than five jobs a group are also searched fifty times longer from other seeds.
+With --reference, instances of fewer than five jobs a group are also searched fifteen to twenty-five times longer.
 """
 
 import argparse
