@@ -46,6 +46,9 @@ def trained_rows(job: Job, n: int) -> int:
 
 def job_spec(job: Job, size: Size, data: str, scored: int = 0) -> planner.JobSpec:
     """Describe a job to the planner; `scored` tokens are its evaluations'."""
+    targets = (
+        (job.targets,) if isinstance(job.targets, str) else job.targets
+    )  # names, or paths that end in one
     return planner.JobSpec(
         job_id=job.job_id,
         rank=max([job.rank, *(rank for _, rank in job.rank_pattern)]),
@@ -54,7 +57,7 @@ def job_spec(job: Job, size: Size, data: str, scored: int = 0) -> planner.JobSpe
         row_tokens=size.row_tokens,
         max_row_tokens=size.max_row_tokens,
         data=f"{job.train or data} order {job.data_seed}",
-        targets=None if job.targets == LINEAR else frozenset(job.targets),
+        targets=None if job.targets == LINEAR else frozenset(name.rsplit(".", 1)[-1] for name in targets),
         has_dropout=job.dropout > 0,
         optimizer=job.optimizer,
         eval_tokens=scored,

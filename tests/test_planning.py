@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
+import planner
 from planner import Plan
 from plora_jax.config import Sweep, load_sweep
 from plora_jax.errors import UserError
 from plora_jax.jobs import Job
 from plora_jax.machine import Gpu, cores, memory_bytes
 from plora_jax.models.find import load_config
+from plora_jax.models.presets import preset
 from plora_jax.planning import (
     _spec,
     check_disk,
@@ -194,3 +196,26 @@ def test_this_machine() -> None:
     assert devices.count == 1 and devices.spec.cores == cores() >= 1
     with pytest.raises(UserError, match="devices: device 'TPU' is not known"):
         find_devices("4xTPU")
+
+
+def test_what_is_planned_is_what_is_compiled() -> None:
+    """The planner's signature of a pack and the step's specification are two words for one program."""
+    config = preset("HuggingFaceTB/SmolLM2-135M-Instruct")
+    jobs = [
+        Job(rank=4, batch_size=4, targets=("layers.0.self_attn.q_proj", "v_proj")),
+        Job(rank=8, batch_size=8, dropout=0.1, rank_pattern=(("down_proj", 12),), targets=("down_proj",)),
+        Job(rank=600, batch_size=2, optimizer="sgd", targets=("v_proj",)),
+    ]
+    size = Size(10, 5.0, 9, "")
+    for chosen in ([jobs[0]], jobs[:2], jobs):
+        signature = planner.signature_of(
+            [job_spec(job, size, "rows") for job in chosen], len(chosen), 2, "none", "fp32"
+        )
+        spec = pack_spec(config, chosen)
+        assert spec.slots == signature.J and spec.rank == signature.rank_bucket
+        assert set(spec.sites) == signature.targets and spec.optimizers == signature.optimizers
+        assert spec.has_dropout == signature.has_dropout
+        for job in jobs:  # and a job that fits the signature needs no other program
+            if planner.fits(signature, job_spec(job, size, "rows")):
+                assert pack_spec(config, [*chosen, job], slots=spec.slots) == spec
+    assert planner.fits(signature, job_spec(jobs[1], size, "rows"))
