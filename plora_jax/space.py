@@ -67,7 +67,8 @@ class TrainConfig:
         (), "repeat every configuration with each seed; ranked by the mean", low=0, high=2**31 - 1
     )
     keep: Literal["best", "last"] = setting(
-        "best", "export the adapter of the best evaluation, or the last one"
+        "best",
+        "export the adapter of the best evaluation, or the last one; jobs are scored once, at their end, so both are it",
     )
 
 

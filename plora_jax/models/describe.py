@@ -31,7 +31,8 @@ def describe(model: str) -> str:
         "LoRA sites": ", ".join(site.name for site in c.sites),
         "attention": f"xla; no cudnn: {c.cudnn_obstacle}"
         if c.cudnn_obstacle
-        else "xla; cudnn on NVIDIA, 16 bit",
+        else "xla; cudnn on NVIDIA, 16 bit"
+        + (", only when asked for (sliding window)" if any(c.layer_window) else ""),
         "weights": "safetensors" + (f", .gguf ({family.gguf})" if family.gguf else ""),
     }
     width = max(map(len, facts))

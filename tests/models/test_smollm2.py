@@ -9,17 +9,14 @@ import jax.numpy as jnp
 import pytest
 
 from plora_jax.models.load import load_base
-from plora_jax.quickstart import MODEL_FILE, cache_dir
+from plora_jax.quickstart import fetch_model
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "goldens" / "models" / "smollm2.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def base():
-    path = cache_dir() / MODEL_FILE
-    if not path.exists():
-        pytest.skip(f"{path} is not there: `plora quickstart` downloads it")
-    return load_base(str(path), precision="fp32")
+    return load_base(str(fetch_model()), precision="fp32")
 
 
 def test_perplexity_within_a_tenth_of_a_percent(base):
