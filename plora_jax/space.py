@@ -68,7 +68,7 @@ class TrainConfig:
     )
     keep: Literal["best", "last"] = setting(
         "best",
-        "export the adapter of the best evaluation, or the last one; jobs are scored once, at their end, so both are it",
+        "export the adapter of the best evaluation, or the last one; jobs are scored once, at the end: both are it",
     )
 
 
