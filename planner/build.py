@@ -52,13 +52,13 @@ def date_jobs(instance: Instance, choice: Choice, jobs: list[tuple[str, int]], s
     for j, slot in enumerate(slots):
         at = 0
         for i in slot:
-            spans.append((at + steps[i], at, j, i))
+            spans.append((at + steps[i], j, at, i))
             at += steps[i]
-    spans.sort()
+    spans.sort()  # jobs that end at one step are scored slot by slot
     paused = 0.0
     starts: dict[tuple[int, int], float] = {}  # (slot, step) at which a slot becomes free -> seconds
     out = []
-    for end_step, at, j, i in spans:
+    for end_step, j, at, i in spans:
         scoring = instance.eval_seconds(choice.degree, jobs[i][1])
         paused += scoring
         end = start + end_step * choice.step_s + paused

@@ -1,5 +1,7 @@
 """What must hold for every sweep: plans are whole, feasible, deterministic and no better than their bound."""
 
+import os
+
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -11,7 +13,9 @@ from tests.planner.problems import TINY, cluster, crowd, instance, job, sweeps
 
 QUICK = Options(effort=Effort(recuts=4, proposals=200), published=False)
 CROWDED = Options(effort=Effort(recuts=4, proposals=600), baselines=False)
-some = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+EXAMPLES = int(os.environ.get("PLORA_EXAMPLES", "8"))
+some = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+TIES = [job(n, 8, 2, 1, epochs) for n, epochs in enumerate((2, 2, 2, 1, 2, 3))] + [job(6, 8, 1), job(7, 8, 1)]
 
 
 @some
@@ -24,7 +28,7 @@ def test_the_checker_finds_no_fault(jobs, count):
     assert Plan.from_json(plan.to_json()) == plan
 
 
-@settings(some, max_examples=4)
+@settings(some, max_examples=-(-EXAMPLES // 2))
 @example(8)  # on these two the local search once lost jobs of a class that came twice in a line
 @example(9)
 @given(st.integers(0, 2**16))
@@ -67,6 +71,7 @@ def test_planning_again_is_never_worse_than_the_old_plan_repaired(jobs, others, 
 
 
 @some
+@example(TIES, 1)  # jobs that started apart end at one step: which is scored first?
 @given(sweeps(), st.sampled_from((1, 3)))
 def test_without_noise_the_simulator_takes_the_predicted_time(jobs, count):
     plan = make_plan(jobs, TINY, cluster(count), options=QUICK)
