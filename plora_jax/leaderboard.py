@@ -6,16 +6,18 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from plora_jax.evaluate import HIGHER_IS_BETTER, Score
 from plora_jax.jobs import Job
 from plora_jax.rundir import RunDirectory, write_atomic, write_json
+
+if TYPE_CHECKING:  # evaluate computes with JAX, which readers of a leaderboard need not
+    from plora_jax.evaluate import Score
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Result:
 
     job: Job
     status: str  # completed | stopped | failed
-    score: Score | None
+    score: "Score | None"
     steps: int
     tokens: int
     reason: str = ""
@@ -46,12 +48,19 @@ class Result:
 
 
 def rank(results: list[Result], metric: str) -> list[dict[str, Any]]:
+    """Return the rows of the leaderboard, ordered by `rank_rows`."""
+    from plora_jax.evaluate import HIGHER_IS_BETTER
+
+    return rank_rows([result.row() for result in results], HIGHER_IS_BETTER[metric])
+
+
+def rank_rows(rows: list[dict[str, Any]], higher_is_better: bool) -> list[dict[str, Any]]:
     """Return the rows best first: by the mean score of a configuration over its seeds, then by score, then by loss.
 
-    Jobs that differ in `seed` alone are one configuration. Failed jobs, and scores that are no numbers, come last.
+    Jobs that differ in `seed` alone are one configuration; its `seeds` and `mean_score` are written into the rows.
+    Failed jobs, and scores that are no numbers, come last.
     """
-    sign = -1.0 if HIGHER_IS_BETTER[metric] else 1.0
-    rows = [result.row() for result in results]
+    sign = -1.0 if higher_is_better else 1.0
 
     def configuration(row: dict[str, Any]) -> str:
         return repr({key: value for key, value in row.items() if key in _CONFIGURATION})
@@ -88,9 +97,11 @@ def _missing(value: float | None) -> bool:
 
 
 def write_leaderboard(
-    run: RunDirectory, metric: str, base: Score, rows: list[dict[str, Any]], test: dict[str, Any] | None
+    run: RunDirectory, metric: str, base: "Score", rows: list[dict[str, Any]], test: dict[str, Any] | None
 ) -> None:
     """Write leaderboard.json and leaderboard.csv; `test` holds the scores of base and best on the test part."""
+    from plora_jax.evaluate import HIGHER_IS_BETTER
+
     write_json(
         run.path / "leaderboard.json",
         {
@@ -111,7 +122,7 @@ def write_leaderboard(
 def print_leaderboard(
     console: Console,
     metric: str,
-    base: Score,
+    base: "Score",
     rows: list[dict[str, Any]],
     test: dict[str, Any] | None,
     out: Path,
