@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -91,11 +92,14 @@ def test_the_state_of_a_pack_comes_back_where_it_was(checkpoints):
 def test_what_is_saved_is_what_was_there_when_save_was_called(checkpoints):
     donating = jax.jit(lambda x: x + 1, donate_argnums=0)
     state, host, meta = jnp.zeros(100_000), np.zeros(100_000), {"seen": [1]}
+    written = threading.Event()
+    checkpoints._thread.submit(written.wait)  # the disk is slow
     checkpoints.save(1, {"x": state, "h": host}, meta)
     for _ in range(20):
         state = donating(state)
     host += 1
     meta["seen"].append(2)
+    written.set()
     _, back, told = checkpoints.restore({"x": state, "h": host})
     assert not back["x"].any() and not back["h"].any() and told == {"seen": [1]}
 
@@ -190,6 +194,26 @@ def test_a_failed_save_is_told_at_the_next_one_and_leaves_the_others(checkpoints
     checkpoints.save(3, STATE, {})  # told once
     assert checkpoints.restore(STATE)[0] == 3
     faults.arm("")
+
+
+def test_everything_is_flushed_before_the_name_that_makes_it_whole(checkpoints, monkeypatch):
+    flushed, flush = {}, os.fsync
+
+    def fsync(descriptor):
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        flushed[path] = path.stat().st_size if path.is_file() else names(checkpoints)
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    checkpoints.save(1, STATE, {})
+    checkpoints.wait()
+    final = checkpoints.directory / "000001-1"
+    partial = final.with_name("000001-1.partial")
+    everything = {partial} | {partial / path.relative_to(final) for path in final.rglob("*")}
+    assert everything <= flushed.keys() and flushed[partial] == ["000001-1.partial"]
+    sizes = {path: (final / path.relative_to(partial)).stat().st_size for path in everything}
+    assert all(flushed[path] == size for path, size in sizes.items() if isinstance(flushed[path], int))
+    assert flushed[checkpoints.directory] == ["000001-1"]
 
 
 @contextlib.contextmanager
