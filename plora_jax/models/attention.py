@@ -1,9 +1,13 @@
 """Causal attention within the examples of packed sequences, by XLA or by cuDNN, as the configuration says."""
 
+from collections.abc import Sequence
+from functools import reduce
+from operator import add
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
 from plora_jax.errors import UserError
@@ -43,26 +47,49 @@ def attend(
     if implementation == "cudnn":
         return _attend_cudnn(q, k, v, seen, window, config)
     assert seen is not None  # `visible` gives a mask for all but cuDNN
-    return _attend_xla(q, k, v, seen, window, config)
+    if window is not None:
+        index = jnp.arange(q.shape[1])
+        seen = seen & (index[:, None] - index[None, :] < window)
+    return _attend_xla(q, [(heads_first(k), heads_first(v))], seen, config)
 
 
-def _attend_xla(
-    q: Array, k: Array, v: Array, seen: Array, window: Array | None, config: ModelConfig
-) -> Array:
+def attend_past(
+    q: Float[Array, "B 1 N H"],
+    k: Float[Array, "B 1 K H"],
+    v: Float[Array, "B 1 K H"],
+    past: tuple[Float[Array, "B K T H"], Float[Array, "B K T H"]],
+    apart: Int32[Array, "B T"],
+    window: Int32[Array, ""] | None,
+    config: ModelConfig,
+) -> Float[Array, "B 1 N H"]:
+    """Attend from one new token to the keys and values of earlier ones, `past`, and to itself, as `attend` does.
+
+    `apart` tells how many positions before the new token each key stands, and is negative where there is no key.
+    """
+    seen = (apart > 0) if window is None else (apart > 0) & (apart < window)
+    seen = jnp.pad(seen, ((0, 0), (0, 1)), constant_values=True)[:, None]  # [B, 1, T + 1]
+    return _attend_xla(q, [past, (heads_first(k), heads_first(v))], seen, config)
+
+
+def heads_first(x: Float[Array, "B S K H"]) -> Float[Array, "B K S H"]:
+    """Put heads before positions, so that no product has to transpose the scores [S, S] or what is cached."""
+    return x.transpose(0, 2, 1, 3)
+
+
+def _attend_xla(q: Array, pieces: Sequence[tuple[Array, Array]], seen: Array, config: ModelConfig) -> Array:
+    """Attend to keys and values in pieces [B, K, T, H]; the last axis of `seen` goes through them in order."""
     B, S, N, H = q.shape
-    K, wide = k.shape[2], jnp.promote_types(q.dtype, jnp.float32)
-    # Heads before positions, so that no product has to transpose the [S, S] scores.
+    K, wide = pieces[0][0].shape[1], jnp.promote_types(q.dtype, jnp.float32)
     q = q.reshape(B, S, K, N // K, H).transpose(0, 2, 3, 1, 4)  # [B, K, N/K, S, H]
-    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)  # [B, K, S, H]
-    scores = jnp.einsum("bkgsh,bkth->bkgst", q, k, preferred_element_type=wide) * config.attn_scale
+    parts = [jnp.einsum("bkgsh,bkth->bkgst", q, k, preferred_element_type=wide) for k, _ in pieces]
+    scores = jnp.concatenate(parts, axis=-1) * config.attn_scale  # [B, K, N/K, S, T]
     if config.attn_softcap:
         scores = config.attn_softcap * jnp.tanh(scores / config.attn_softcap)
-    if window is not None:
-        index = jnp.arange(S)
-        seen = seen & (index[:, None] - index[None, :] < window)
-    scores = jnp.where(seen[:, None, None], scores, jnp.finfo(wide).min)  # [B, K, N/K, S, S]
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    out = jnp.einsum("bkgst,bkth->bkgsh", weights, v)  # [B, K, N/K, S, H]
+    scores = jnp.where(seen[:, None, None], scores, jnp.finfo(wide).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    edges = np.cumsum([part.shape[-1] for part in parts])[:-1]
+    shares = zip(jnp.split(weights, edges, axis=-1), pieces, strict=True)
+    out = reduce(add, [jnp.einsum("bkgst,bkth->bkgsh", w, v) for w, (_, v) in shares])  # [B, K, N/K, S, H]
     return out.transpose(0, 3, 1, 2, 4).reshape(B, S, N, H)
 
 

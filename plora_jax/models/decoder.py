@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels import SHRUNK, lora_dense_group
 from plora_jax.dropout import Dropout, dropout_mask
-from plora_jax.models.attention import FULL, attend, check_attention, visible
+from plora_jax.models.attention import FULL, attend, attend_past, check_attention, heads_first, visible
 from plora_jax.models.config import SOURCES, ModelConfig
 from plora_jax.models.rope import Rope, frequencies
 from plora_jax.models.table import norm_keys
@@ -60,6 +60,14 @@ class Runtime:
     segments: bool = True
 
 
+class Cache(NamedTuple):
+    """Hold the keys and values of earlier tokens, all layers; a place whose position is FULL holds none."""
+
+    k: Float[Array, "L B K T H"]
+    v: Float[Array, "L B K T H"]
+    positions: Int32[Array, "B T"]
+
+
 class Flow(NamedTuple):
     """Carry what every layer reads besides its input: rotations, visibility, the dropout of its adapters."""
 
@@ -67,6 +75,7 @@ class Flow(NamedTuple):
     sin: Float[Array, "P B S h"]
     seen: Bool[Array, "#B S S"] | None
     mask: Callable[[Array, str], Array] | None  # (layer, source) -> [B, S, d_in]
+    apart: Int32[Array, "B T"] | None = None  # with a cache: positions from each of its tokens to the new one
 
 
 class Which(NamedTuple):
@@ -117,8 +126,15 @@ class Layer(nnx.Module):
             setattr(self, name, Norm(stack, size, config.norm_eps, config.norm_offset, dtype))
 
     def __call__(
-        self, x: Float[Array, "B S D"], adapters: Adapters, flow: Flow, which: Which, runtime: Runtime
-    ) -> Float[Array, "B S D"]:
+        self,
+        x: Float[Array, "B S D"],
+        adapters: Adapters,
+        past: tuple[Float[Array, "B K T H"], Float[Array, "B K T H"]] | None,
+        flow: Flow,
+        which: Which,
+        runtime: Runtime,
+    ) -> tuple[Float[Array, "B S D"], tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]]]:
+        """Return the layer's output, and the keys and values that a cache would hold."""
         c = self.config
         project = partial(self.project, adapters=adapters, flow=flow, which=which)
 
@@ -127,7 +143,10 @@ class Layer(nnx.Module):
         q, k = self.norm_qk(q, k)
         rope = which.rope if len(c.ropes) > 1 else 0
         q, k = (rotate(t, flow.cos[rope], flow.sin[rope]) for t in (q, k))
-        h = attend(q, k, v, flow.seen, which.window, c, runtime.attention)  # [B, S, N, H]
+        if past is None or flow.apart is None:
+            h = attend(q, k, v, flow.seen, which.window, c, runtime.attention)  # [B, S, N, H]
+        else:
+            h = attend_past(q, k, v, past, flow.apart, which.window, c)
         (h,) = project("attn_out", checkpoint_name(h.reshape(*x.shape[:2], -1), "attention"))
         x = x + (self.attn_post(h) if c.post_norm else h)
 
@@ -135,7 +154,7 @@ class Layer(nnx.Module):
         gate, up = _parts(project("mlp_in", h), (1, 1), c.d_ff)
         h = (ACTIVATION[c.activation](gate) * up)[..., 0, :]  # [B, S, d_ff]
         (h,) = project("mlp_act", h)
-        return x + (self.mlp_post(h) if c.post_norm else h)
+        return x + (self.mlp_post(h) if c.post_norm else h), (heads_first(k), heads_first(v))
 
     def project(
         self, source: str, x: Float[Array, "B S d_in"], *, adapters: Adapters, flow: Flow, which: Which
@@ -168,7 +187,7 @@ class Decoder(nnx.Module):
     """Run a frozen base model with one job's adapters.
 
     `hidden` gives the states after the final norm and `logits` applies the head, so that a caller may compute
-    logits at trained positions alone.
+    logits at trained positions alone. `extend` is `hidden` for generation, token by token.
     """
 
     def __init__(self, config: ModelConfig, dtype: Any = jnp.float32):
@@ -200,10 +219,40 @@ class Decoder(nnx.Module):
         Raises:
             UserError: `runtime.attention` cannot serve this model.
         """
+        return self._run(tokens, positions, rows, adapters, dropout, None, False, runtime)[0]
+
+    def extend(
+        self,
+        tokens: Int32[Array, "B S"],
+        positions: Int32[Array, "B S"],
+        rows: Int32[Array, "B S"],
+        adapters: Adapters | None = None,
+        cache: Cache | None = None,
+        *,
+        runtime: Runtime = Runtime(),
+    ) -> tuple[Float[Array, "B S D"], tuple[Float[Array, "L B K S H"], Float[Array, "L B K S H"]]]:
+        """Return `hidden` of whole prompts, or with a `cache` of the one token (S = 1) that follows what it holds.
+
+        The second result is what these tokens add to the cache; to put it there is the caller's part.
+        """
+        return self._run(tokens, positions, rows, adapters, None, cache, True, runtime)
+
+    def _run(
+        self,
+        tokens: Array,
+        positions: Array,
+        rows: Array,
+        adapters: Adapters | None,
+        dropout: Dropout | None,
+        cache: Cache | None,
+        keep: bool,  # keys and values: without it the second result is None
+        runtime: Runtime,
+    ) -> tuple[Array, Any]:
         c = self.config
         check_attention(c, runtime.attention)
         S = tokens.shape[-1]
-        cos, sin = zip(*(rotations(rope, positions, rows, runtime.dtype) for rope in c.ropes), strict=True)
+        T = S if cache is None else cache.k.shape[3] + S  # how long an example may be
+        cos, sin = zip(*(rotations(rope, positions, rows, runtime.dtype, T) for rope in c.ropes), strict=True)
         draw = None
         if dropout is not None:
             width = {site.source: site.d_in for site in c.sites}
@@ -211,22 +260,27 @@ class Decoder(nnx.Module):
             def draw(layer: Array, source: str) -> Array:
                 return dropout_mask(dropout, layer, SOURCES.index(source), rows, positions, width[source])
 
-        flow = Flow(jnp.stack(cos), jnp.stack(sin), visible(rows, runtime.segments, runtime.attention), draw)
+        seen = visible(rows, runtime.segments, runtime.attention) if cache is None else None
+        apart = None if cache is None else positions - cache.positions
+        flow = Flow(jnp.stack(cos), jnp.stack(sin), seen, draw, apart)
         windows = None
-        if any(0 < w < S for w in c.layer_window):
+        if any(0 < w < T for w in c.layer_window):
             windows = jnp.asarray([w or FULL for w in c.layer_window], jnp.int32)
         which = Which(jnp.arange(c.n_layers), jnp.asarray(c.layer_rope, jnp.int32), windows)
         graphdef, stacked = nnx.split(self.layers)
 
-        def layer(x: Array, xs: tuple[nnx.State, Adapters, Which]) -> tuple[Array, None]:
-            state, lora, this = xs
-            return nnx.merge(graphdef, state)(x, lora, flow, this, runtime), None
+        def layer(x: Array, xs: tuple[nnx.State, Adapters, Which, Any]) -> tuple[Array, Any]:
+            state, lora, this, past = xs
+            x, made = nnx.merge(graphdef, state)(x, lora, past, flow, this, runtime)
+            return x, made if keep else None
 
         with matmul_precision(runtime):
             x = self.embed[...][tokens].astype(runtime.dtype)  # [B, S, D]
             x = x * jnp.asarray(c.embed_scale, x.dtype) if c.embed_scale != 1.0 else x
-            x, _ = jax.lax.scan(recomputing(layer, runtime.recompute), x, (stacked, adapters or {}, which))
-            return self.norm(x)
+            past = None if cache is None else (cache.k, cache.v)
+            layers = (stacked, adapters or {}, which, past)
+            x, made = jax.lax.scan(recomputing(layer, runtime.recompute), x, layers)
+            return self.norm(x), made
 
     def logits(self, hidden: Float[Array, "... D"], *, runtime: Runtime = Runtime()) -> Float[Array, "... V"]:
         """Apply the head, in float32 at least; of `runtime` only the precision counts."""
@@ -256,17 +310,18 @@ def recomputing(layer: Callable[..., Any], policy: str) -> Callable[..., Any]:
 
 
 def rotations(
-    rope: Rope, positions: Int32[Array, "B S"], rows: Int32[Array, "B S"], dtype: Any
+    rope: Rope, positions: Int32[Array, "B S"], rows: Int32[Array, "B S"], dtype: Any, longest: int = 0
 ) -> tuple[Float[Array, "B S h"], Float[Array, "B S h"]]:
     """Compute cos and sin of every position's angles, in float32 at least.
 
     LongRoPE takes its long factors for examples longer than the original context, each example by itself: the
-    choice must not depend on what else is in the batch (transformers decides for a whole batch).
+    choice must not depend on what else is in the batch (transformers decides for a whole batch). Examples of
+    `longest` tokens may be longer than S: a token that stands alone (S = 1) is the end of its example.
     """
     wide = jnp.promote_types(dtype, jnp.float32)
     angles = positions[..., None].astype(wide) * jnp.asarray(frequencies(rope), wide)
     S = positions.shape[-1]
-    if rope.kind == "longrope" and rope.original < S:
+    if rope.kind == "longrope" and rope.original < max(S, longest):
         start = jnp.clip(jnp.arange(S) - positions, 0, S - 1)  # where each token's example begins
         ends = jax.vmap(lambda s, p: jnp.zeros(S, p.dtype).at[s].max(p)[s])(
             start, jnp.where(rows < 0, 0, positions)
