@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 
 class Gpu(NamedTuple):
-    """Hold one GPU as the driver names it, and its memory in MiB."""
+    """Hold one GPU as the driver names it, and its memory in MiB, the part in use by any program too."""
 
     name: str
     memory_mib: int
     driver: str
+    uuid: str = ""
+    used_mib: int = 0
 
 
 def cores() -> int:
@@ -42,13 +44,41 @@ def gpus() -> list[Gpu]:
     command = shutil.which("nvidia-smi")
     if not command:
         return []
-    query = [command, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    fields = "name,memory.total,driver_version,uuid,memory.used"
+    query = [command, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
     rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
-    return [Gpu(row[0], int(row[1]), row[2]) for row in rows if len(row) == 3 and row[1].isdigit()]
+    return [
+        Gpu(name, int(total), driver, uuid, int(used) if used.isdigit() else 0)
+        for name, total, driver, uuid, used in (row for row in rows if len(row) == 5)
+        if total.isdigit()
+    ]
+
+
+def visible_gpus() -> list[Gpu]:
+    """List the GPUs that CUDA_VISIBLE_DEVICES lets this process use, in its order; all where it is not set.
+
+    As in CUDA, an entry that names no GPU hides itself and all that follow. Indices are the driver's.
+    """
+    found, asked = gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if asked is None:
+        return found
+    out: list[Gpu] = []
+    for entry in (text.strip() for text in asked.split(",")):
+        if entry.isdecimal() and int(entry) < len(found):
+            gpu = found[int(entry)]
+        else:
+            named = [gpu for gpu in found if entry and gpu.uuid.startswith(entry)]
+            if len(named) != 1:
+                break
+            gpu = named[0]
+        if gpu in out:
+            return []  # CUDA shows no GPU at all when one is named twice
+        out.append(gpu)
+    return out
 
 
 def _read(path: str) -> str:

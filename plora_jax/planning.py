@@ -15,7 +15,7 @@ from plora_jax.data.examples import Examples
 from plora_jax.data.layout import steps_per_epoch, total_steps
 from plora_jax.errors import UserError
 from plora_jax.jobs import LINEAR, Job
-from plora_jax.machine import Gpu, cores, gpus, memory_bytes
+from plora_jax.machine import Gpu, cores, memory_bytes, visible_gpus
 from plora_jax.models.config import ModelConfig
 from plora_jax.rundir import write_atomic
 from plora_jax.sizes import Size, data_size, token_counter
@@ -184,11 +184,11 @@ def check_disk(out: Path, needed: int) -> None:
 
 
 def find_devices(text: str) -> planner.Devices:
-    """Read `8xA100-40GB`, `cpu-16GB`, `cpu` (this machine's) or `auto` (its GPUs, else its CPU)."""
+    """Read `8xA100-40GB`, `cpu-16GB`, `cpu` (this machine's) or `auto` (its visible GPUs, else its CPU)."""
     text = text.strip()
-    found = gpus() if text == "auto" else []
+    found = visible_gpus() if text == "auto" else []
     if found:
-        kind = _spec(found[0])
+        kind = gpu_spec(found[0])
         return planner.Devices(kind, sum(gpu.name == found[0].name for gpu in found))
     try:
         return (
@@ -198,7 +198,7 @@ def find_devices(text: str) -> planner.Devices:
         raise UserError(f"devices: {error}") from None
 
 
-def _spec(gpu: Gpu) -> planner.DeviceSpec:
+def gpu_spec(gpu: Gpu) -> planner.DeviceSpec:
     """Return a GPU's known type, else the nearest smaller one, with the memory that the driver reports."""
     memory = gpu.memory_mib * 2**20
     name = gpu.name.upper().replace(" ", "").replace("-", "")

@@ -15,10 +15,10 @@ from plora_jax.machine import Gpu, cores, memory_bytes
 from plora_jax.models.find import load_config
 from plora_jax.models.presets import preset
 from plora_jax.planning import (
-    _spec,
     check_disk,
     disk_bytes,
     find_devices,
+    gpu_spec,
     job_spec,
     model_shape,
     solve,
@@ -171,7 +171,7 @@ def test_precision_auto_follows_the_device(devices: str, precision: str, tmp_pat
     ],
 )
 def test_a_gpu_is_planned_as_its_kind_with_its_own_memory(name: str, mib: int, known: str) -> None:
-    spec = _spec(Gpu(name, mib, "580"))
+    spec = gpu_spec(Gpu(name, mib, "580"))
     assert (spec.name, spec.memory_bytes) == (known, mib * 2**20)
 
 

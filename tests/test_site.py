@@ -1,0 +1,138 @@
+"""Which devices and cores the workers of a sweep get, and what is said when there are none."""
+
+import os
+from importlib.metadata import EntryPoint
+from types import SimpleNamespace
+
+import pytest
+
+from plora_jax import machine, planning, site
+from plora_jax.errors import UserError
+from plora_jax.machine import Gpu
+from plora_jax.site import LaunchOptions, core_shares, find_site
+
+H200 = [Gpu("NVIDIA H200", 143771, "580", f"GPU-{i}", 500) for i in range(4)]
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """A machine whose GPUs, and JAX plugins, the test sets; with no GPU at first."""
+    found = SimpleNamespace(
+        gpus=[], plugins=[EntryPoint("xla_cuda13", "jax_plugins.xla_cuda13", "jax_plugins")]
+    )
+    for module in (machine, site):
+        monkeypatch.setattr(module, "gpus", lambda: found.gpus)
+    monkeypatch.setattr(site, "entry_points", lambda group: found.plugins)
+    for name in ("CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS"):
+        monkeypatch.delenv(name, raising=False)
+    return found
+
+
+def test_a_gpu_each(here):
+    here.gpus = H200
+    found = find_site(LaunchOptions(), "auto")
+    assert [(group.worker, group.gpus, group.devices) for group in found.groups] == [
+        (str(i), 1, (f"GPU-{i}",)) for i in range(4)
+    ]
+    assert (found.devices.spec.name, found.devices.count, found.note) == ("H200", 4, "")
+    assert found.groups[0].memory_fraction == 0.95
+    assert len(find_site(LaunchOptions(workers=2), "auto").groups) == 2
+    two = find_site(LaunchOptions(), "2xH200")
+    assert (len(two.groups), two.devices.count) == (2, 2)
+
+
+def test_only_what_is_visible(here, monkeypatch):
+    here.gpus = H200
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    assert [group.devices for group in find_site(LaunchOptions(), "auto").groups] == [("GPU-3",), ("GPU-1",)]
+
+
+def test_a_gpu_in_use_and_one_of_another_kind_are_left_out(here):
+    here.gpus = [H200[0], H200[1]._replace(used_mib=70000), Gpu("NVIDIA L4", 23034, "580", "GPU-L", 0)]
+    found = find_site(LaunchOptions(), "auto")
+    assert [group.devices for group in found.groups] == [("GPU-0",)] and found.devices.count == 1
+    assert "GPU-1 is left out: other programs use 68 of its 140 GiB" in found.note
+    assert "GPU-L is left out: it is a NVIDIA L4, not a NVIDIA H200" in found.note
+    with pytest.raises(UserError, match=r"devices: 2xH200: 3 GPUs here, 1 of them free; GPU-1 is left out"):
+        find_site(LaunchOptions(), "2xH200")
+    with pytest.raises(UserError, match="--workers 2: 3 GPUs here, 1 of them free"):
+        find_site(LaunchOptions(workers=2), "auto")
+    here.gpus = here.gpus[1:2]
+    with pytest.raises(UserError, match="devices: auto: 1 GPU here, 0 of them free"):
+        find_site(LaunchOptions(), "auto")
+
+
+def test_memory_that_others_hold_is_not_taken(here):
+    here.gpus = [Gpu("NVIDIA A10G", 23028, "580", "GPU-0", 2000)]
+    [group] = find_site(LaunchOptions(), "auto").groups
+    assert group.memory_fraction == pytest.approx(1 - (2000 + 1536) / 23028)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda here, env: None, "no NVIDIA GPU was found"),
+        (
+            lambda here, env: env("CUDA_VISIBLE_DEVICES", ""),
+            "CUDA_VISIBLE_DEVICES= names none of the GPUs here",
+        ),
+        (lambda here, env: env("JAX_PLATFORMS", "cpu"), "JAX_PLATFORMS=cpu is set"),
+        (lambda here, env: here.plugins.clear(), "JAX's CUDA build is not installed for the GPUs here"),
+    ],
+)
+def test_without_a_gpu_the_cpu_only_where_it_was_asked_for(here, monkeypatch, change, why):
+    here.gpus = [] if "found" in why else H200
+    change(here, monkeypatch.setenv)
+    auto = find_site(LaunchOptions(), "auto")
+    assert [group.gpus for group in auto.groups] == [0] and auto.devices.spec.name == "cpu"
+    assert auto.note.startswith(why) and auto.note.endswith(": running on the CPU")
+    assert find_site(LaunchOptions(), "cpu").note == ""
+    with pytest.raises(UserError, match="devices: 8xH200 is asked for, but "):
+        find_site(LaunchOptions(), "8xH200")
+
+
+def test_cpu_workers_share_cores_and_memory(here, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3, 8})
+    monkeypatch.setattr(site, "memory_bytes", lambda: 6 * 10**9)
+    found = find_site(LaunchOptions(workers=2), "cpu")
+    assert [(group.cores, group.threads) for group in found.groups] == [((0, 2), 2), ((1, 3), 2)]
+    assert (found.devices.count, found.devices.spec.memory_bytes, found.devices.spec.cores) == (
+        2,
+        3 * 10**9,
+        2,
+    )
+    stated = find_site(LaunchOptions(workers=2), "cpu-4GB")  # the memory of each, as stated
+    assert (stated.devices.count, stated.devices.spec.memory_bytes) == (2, 4 * 10**9)
+    with pytest.raises(UserError, match="--workers 6: this process may use 5 CPU cores"):
+        find_site(LaunchOptions(workers=6), "cpu")
+
+
+def test_core_shares(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert core_shares(4) == [(0, 4), (1, 5), (2, 6), (3, 7)]  # 0 and 4: two threads of one core
+    assert core_shares(3) == [(0, 3), (1, 4), (2, 5)]
+    assert core_shares(9) == [tuple(range(8))] * 9
+
+
+def test_another_kind_than_is_there(here):
+    here.gpus = H200
+    with pytest.raises(
+        UserError, match="devices: 2xA100-40GB is asked for, but this machine has NVIDIA H200"
+    ):
+        find_site(LaunchOptions(), "2xA100-40GB")
+
+
+def test_inline_is_one_worker_without_a_launcher(here):
+    found = find_site(LaunchOptions("inline"), "auto")
+    assert found.launcher is None and len(found.groups) == 1
+    with pytest.raises(UserError, match="--workers 2: with --launcher inline there is one"):
+        find_site(LaunchOptions("inline", workers=2), "auto")
+
+
+def test_a_lost_gpu_is_named(here):
+    here.gpus = H200
+    found = find_site(LaunchOptions(), "auto")
+    here.gpus = H200[:3]
+    assert site._lost_gpu(found.groups[3]) == "the driver no longer finds GPU-3"
+    assert site._lost_gpu(found.groups[2]) == ""
+    assert planning.find_devices("auto").count == 3
