@@ -24,6 +24,7 @@ PyTree = Any
 
 _NAME = re.compile(r"(\d{6,})-(\d+)")  # order of writing, micro-step
 _PARTIAL, _DELETED = ".partial", ".deleted"
+_FILLER = "."  # no array has this name
 _log = logging.getLogger(__name__)
 
 
@@ -137,8 +138,9 @@ class Checkpoints:
             # else threads wait five minutes for a directory that could not be made, and the process with them
             context.asynchronous.create_directories_asynchronously = False
             with context:
-                # Orbax refuses empty arrays; the record has all there is to know of them
-                filled = {name: value for name, value in arrays.items() if value.size}
+                # The record says enough of zeros (gradients between batches); Orbax refuses empty arrays and trees.
+                filled = {_FILLER: np.ones(1, bool)}
+                filled |= {name: value for name, value in arrays.items() if _bytes(value).any()}
                 ocp.save(partial, filled, overwrite=True, custom_metadata=record)
             fault("checkpoint-sync")
             _flush(partial)
@@ -183,7 +185,11 @@ def _kind(leaf: Any) -> tuple[str, list[int]]:
 
 
 def _checksum(value: np.ndarray) -> int:
-    return zlib.crc32(value.reshape(-1).view(np.uint8))
+    return zlib.crc32(_bytes(value))
+
+
+def _bytes(value: np.ndarray) -> np.ndarray:
+    return value.reshape(-1).view(np.uint8)
 
 
 def _read_record(path: Path) -> dict[str, Any]:
@@ -212,9 +218,8 @@ def _check_fit(path: Path, stored: dict[str, list[Any]], like: PyTree) -> None:
 
 def _read_arrays(path: Path, stored: dict[str, list[Any]]) -> dict[str, np.ndarray]:
     try:
-        read = ocp.load(path) if any(0 not in shape for _, shape, _ in stored.values()) else {}
-        for name, (dtype, shape, _) in stored.items():
-            read.setdefault(name, np.zeros(shape, np.dtype(dtype)))
+        read = {name: np.zeros(shape, np.dtype(dtype)) for name, (dtype, shape, _) in stored.items()}
+        read |= ocp.load(path)
         wrong = [name for name, kept in stored.items() if [*_kind(read[name]), _checksum(read[name])] != kept]
     except (MemoryError, PermissionError):
         raise

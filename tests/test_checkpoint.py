@@ -56,6 +56,7 @@ def test_every_dtype_comes_back_bit_for_bit(checkpoints):
         "bool": np.array([[True], [False]]),
         "scalar": np.array(True),
         "empty": np.zeros((0, 3), np.float32),
+        "zero": np.zeros((2, 3), ml_dtypes.bfloat16),
         "minus zero": np.full((4, 4), -0.0, np.float32),
         "a/b.c['d']": (np.float32(0.1), np.asfortranarray(np.arange(6.0).reshape(2, 3))),
     }
@@ -137,6 +138,14 @@ def test_rubbish_is_no_checkpoint(checkpoints):
     assert names(checkpoints) == ["000001-1", "000002-2", "000007-7", "000009-9", "note.txt"]
     checkpoints.save(3, STATE, {})
     assert checkpoints.restore(STATE)[0] == 3
+
+
+def test_nothing_but_zeros(checkpoints):
+    checkpoints.save(1, {"x": np.zeros((2, 2), np.int32), "y": np.zeros(0)}, {})
+    assert (
+        checkpoints.restore({"x": np.ones((2, 2), np.int32), "y": np.zeros(0)})[1]["x"].tolist()
+        == [[0, 0]] * 2
+    )
 
 
 @pytest.mark.parametrize("damage", ["bit", "cut", "gone", "metadata", "empty"])
