@@ -187,6 +187,37 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--dry-run", action="store_true", help="check everything, show the plan, and stop")
 
+    sub.add_argument(
+        "--launcher",
+        choices=["local", "ray", "slurm", "inline"],
+        help="where workers run: processes here (default), a cluster, or this process itself (default on one CPU)",
+    )
+    sub.add_argument(
+        "--workers", type=_count, metavar="N", help="workers (default: one for each GPU; one on a CPU)"
+    )
+    sub.add_argument(
+        "--reproducible",
+        action=argparse.BooleanOptionalAction,
+        help="decide by step counts and scores alone, so that interruptions change no bit (default: on a CPU)",
+    )
+    sub.add_argument(
+        "--checkpoint-every",
+        type=_count,
+        default=120,
+        metavar="S",
+        help="seconds between checkpoints (default: 120)",
+    )
+
+    sub = command("add", _add, "Add jobs to a sweep, also while it runs.")
+    sub.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    sub.add_argument(
+        "jobs", type=Path, metavar="JOBS.yaml", help="with search, train or jobs, as in SWEEP.yaml"
+    )
+
+    sub = command("stop", _stop, "Withdraw a job from a sweep; if it is running, its best adapter is kept.")
+    sub.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    sub.add_argument("job", metavar="JOB", help="job id, or the beginning of one")
+
     sub = command("eval", _eval, "Score a model, and adapters on it, on held-out rows.")
     sub.add_argument("--model", required=True, help="hub id, local directory, or .gguf file")
     sub.add_argument(
@@ -293,7 +324,33 @@ def _sweep(args: argparse.Namespace) -> int:
     from plora_jax.engine import run_sweep
 
     out = args.out or Path("runs") / args.sweep.stem
-    return run_sweep(sweep, jobs, out, resume=args.resume, dry_run=args.dry_run)
+    launch = None
+    if args.launcher or args.workers:
+        from plora_jax.site import LaunchOptions
+
+        launch = LaunchOptions(args.launcher or "local", args.workers)
+    return run_sweep(
+        sweep,
+        jobs,
+        out,
+        resume=args.resume,
+        dry_run=args.dry_run,
+        launch=launch,
+        reproducible=args.reproducible,
+        checkpoint_s=args.checkpoint_every,
+    )
+
+
+def _add(args: argparse.Namespace) -> int:
+    from plora_jax.control import add_jobs
+
+    return add_jobs(args.run, args.jobs)
+
+
+def _stop(args: argparse.Namespace) -> int:
+    from plora_jax.control import stop_job
+
+    return stop_job(args.run, args.job)
 
 
 def _read(path: Path) -> "tuple[Sweep, list[Job]]":

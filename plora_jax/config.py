@@ -132,6 +132,26 @@ def load_sweep(path: str | Path) -> Sweep:
     return _sweep(raw, faults, path.parent)
 
 
+def load_added(path: Path, run: Path) -> Sweep:
+    """Read a file of jobs to add to a run (`search`, `train` or `jobs`); all else is as in the run's sweep.yaml.
+
+    Raises:
+      UserError: names every fault at once; a section that the run fixes is one.
+    """
+    raw, faults = read_yaml(path)
+    whole, _ = read_yaml(run)
+    for key in raw:
+        if key not in ("search", "train", "jobs"):
+            faults.add((key,), "is the run's; a file of added jobs has search, train or jobs")
+    search: dict[str, Any] = raw["search"] if isinstance(raw.get("search"), dict) else {}
+    listed = raw.get("jobs") or search.get("jobs") or ()
+    given = {*search, *(name for job in listed if isinstance(job, dict) for name in job)}
+    given |= {name for pair in EXCLUDES for name in pair if given & set(pair)}
+    train = {name: value for name, value in (whole.get("train") or {}).items() if name not in given}
+    kept = {name: value for name, value in whole.items() if name not in ("search", "jobs", "train")}
+    return _sweep(kept | {"train": train} | raw, faults, run.parent)
+
+
 def parse_sweep(text: str, base_dir: Path = Path("."), source: str = "sweep") -> Sweep:
     """Check the text of a SWEEP.yaml as `load_sweep` does."""
     raw, faults = parse_yaml(text, source)

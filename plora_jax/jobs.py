@@ -72,5 +72,12 @@ class Job:
         out["alpha_pattern"] = dict(self.alpha_pattern)
         return out
 
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> "Job":
+        """Build the job that `to_dict` describes."""
+        patterns = {name: tuple(values[name].items()) for name in ("rank_pattern", "alpha_pattern")}
+        targets = values["targets"]
+        return Job(**values | patterns | {"targets": targets if isinstance(targets, str) else tuple(targets)})
+
 
 JOB_FIELDS = {f.name: f for f in fields(Job)}

@@ -4,6 +4,7 @@ import csv
 import io
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,27 @@ class Result:
             "adapter": self.adapter,
             **self.job.to_dict(),
         }
+
+
+def read_results(run: RunDirectory, jobs: Iterable[str]) -> list[Result]:
+    """Return how jobs ended, of those whose record is whole and whose adapter is there."""
+    return [result for result in (_read_result(run, job_id) for job_id in jobs) if result]
+
+
+def _read_result(run: RunDirectory, job_id: str) -> Result | None:
+    from plora_jax.evaluate import Score
+    from plora_jax.peft import WEIGHTS
+
+    record = run.read_json(f"jobs/{job_id}/job.json")
+    try:
+        job = Job.from_dict(record["job"])
+        score = Score(**record["score"]) if record["score"] else None
+        names = ("steps", "tokens", "reason", "adapter")
+        result = Result(job, record["status"], score, *(record[name] for name in names))
+    except (KeyError, TypeError, AttributeError):
+        return None
+    kept = not result.adapter or (run.path / result.adapter / WEIGHTS).exists()
+    return result if kept else None
 
 
 def rank(results: list[Result], metric: str) -> list[dict[str, Any]]:

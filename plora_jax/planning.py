@@ -64,6 +64,11 @@ def job_spec(job: Job, size: Size, data: str, scored: int = 0) -> planner.JobSpe
     )
 
 
+def examples_size(examples: Examples) -> Size:
+    """Return the size of rows that are read."""
+    return Size(len(examples), float(examples.lengths.mean()), int(examples.lengths.max()), "")
+
+
 class Problem(NamedTuple):
     """Hold what is planned, in the planner's words, and what the reader should know about it."""
 
@@ -82,23 +87,19 @@ def plan_jobs(
     jobs: Sequence[Job],
     train: Mapping[str, Examples],
     scored: Mapping[str, int],
+    devices: planner.Devices,
     *,
-    devices: planner.Devices | None = None,
     cost_model: planner.CostModel | None = None,
 ) -> planner.Plan:
     """Plan jobs whose data is read: `train` holds each job's rows, `scored` the tokens it is scored on.
 
-    Without `devices` the plan is for the one device of this process.
-
     Raises:
       UserError: no plan is possible, or the sweep names other devices than this process has.
     """
-    sizes = {}
-    for job_id, examples in train.items():
-        lengths = examples.lengths
-        sizes[job_id] = Size(len(examples), float(lengths.mean()), int(lengths.max()), "")
-    specs = [job_spec(job, sizes[job.job_id], sweep.data.train, scored[job.job_id]) for job in jobs]
-    return solve(_problem(sweep, config, jobs, specs, devices or _this_device(sweep.devices)), cost_model)
+    specs = [
+        job_spec(job, examples_size(train[job.job_id]), sweep.data.train, scored[job.job_id]) for job in jobs
+    ]
+    return solve(_problem(sweep, config, jobs, specs, devices), cost_model)
 
 
 def sweep_problem(
@@ -206,21 +207,6 @@ def gpu_spec(gpu: Gpu) -> planner.DeviceSpec:
     smaller = [s for s in DEVICES.values() if s.memory_bytes <= memory] or list(DEVICES.values())
     spec = min(named or smaller, key=lambda s: abs(s.memory_bytes - memory))
     return replace(spec, memory_bytes=memory)
-
-
-def _this_device(text: str) -> planner.Devices:
-    """Return the one device this process computes on, and refuse a sweep that asks for another kind."""
-    import jax
-
-    cpu = jax.default_backend() == "cpu"
-    devices = find_devices("cpu" if cpu else "auto")
-    if text not in ("auto", "cpu") or (text == "cpu" and not cpu):
-        asked = find_devices(text)
-        if asked.spec.name != devices.spec.name:
-            here = devices.spec.name
-            raise UserError(f"devices: {text} is asked for, but this process computes on {here}; use auto")
-        return replace(asked, count=1)
-    return replace(devices, count=1)
 
 
 def plan_command(sweep: Sweep, jobs: Sequence[Job], args: Namespace) -> int:

@@ -23,6 +23,11 @@ def make_console() -> Console:
     return console if console.is_terminal else Console(width=160, emoji=False)
 
 
+def say(console: Console, text: str) -> None:
+    """Print text as it is: no markup, no colours of its own, no line breaks beside its own."""
+    console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
 class Progress:
     """Show how far a sweep has come, as a context manager.
 

@@ -12,8 +12,8 @@ from typing import IO, Any
 from plora_jax.errors import UserError
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Write a text file by atomic rename, flushed to disk, so that a reader never sees half of it.
+def write_atomic(path: Path, text: str, *, sync: bool = True) -> None:
+    """Write a text file by atomic rename, so that a reader never sees half of it; flushed to disk unless `sync` is off.
 
     What is no file of its own (a link, a pipe, /dev/stdout) is written through instead of replaced.
     """
@@ -24,13 +24,14 @@ def write_atomic(path: Path, text: str) -> None:
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
-        os.fsync(file.fileno())
+        if sync:
+            os.fsync(file.fileno())
     temporary.replace(path)
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write `value` as indented JSON by atomic rename; NaN and infinities become null."""
-    write_atomic(path, json.dumps(_finite(value), indent=1, ensure_ascii=False) + "\n")
+def write_json(path: Path, value: Any, *, sync: bool = True) -> None:
+    """Write `value` as indented JSON as `write_atomic` does; NaN and infinities become null."""
+    write_atomic(path, json.dumps(_finite(value), indent=1, ensure_ascii=False) + "\n", sync=sync)
 
 
 def _finite(value: Any) -> Any:
@@ -43,12 +44,26 @@ def _finite(value: Any) -> Any:
     return value
 
 
-class JsonLines:
-    """Append JSON objects to a file, one whole line a write; a torn last line of an earlier run is cut off first."""
+def keep_lines(path: Path, count: int) -> None:
+    """Cut a file after its first `count` lines; one that has fewer, or is not there, is left as it is."""
+    if not path.exists():
+        return
+    with open(path, "rb+") as file:
+        for _ in range(count):
+            if not file.readline().endswith(b"\n"):
+                return
+        file.truncate()
 
-    def __init__(self, path: Path) -> None:
+
+class JsonLines:
+    """Append JSON objects to a file, one whole line a write.
+
+    A torn last line of an earlier run is cut off first, unless others may be writing now (`shared`).
+    """
+
+    def __init__(self, path: Path, *, shared: bool = False) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
+        if path.exists() and not shared:
             data = path.read_bytes()
             whole = data.rfind(b"\n") + 1
             if whole < len(data):
@@ -65,12 +80,12 @@ class JsonLines:
 
 
 class RunDirectory:
-    """Name the files of a run, and write its events."""
+    """Name the files of a run, and write its events; any number of processes may hold one on the same run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.jobs = path / "jobs"
-        self._events = JsonLines(path / "events.jsonl")
+        self._events = JsonLines(path / "events.jsonl", shared=True)
 
     def job(self, job_id: str) -> Path:
         """Return the directory of a job, made if absent."""
@@ -91,6 +106,11 @@ class RunDirectory:
             return None
 
 
+def is_run(path: Path) -> bool:
+    """Tell whether a directory is that of a sweep, however far it came."""
+    return any((path / name).exists() for name in ("sweep.yaml", "journal.jsonl", "events.jsonl", ".lock"))
+
+
 def check_unused(out: Path, resume: bool) -> None:
     """Raise `UserError` if `out` cannot become a run directory: it holds files, or is one, or cannot be made."""
     if out.exists() and not out.is_dir():
@@ -99,6 +119,18 @@ def check_unused(out: Path, resume: bool) -> None:
         raise UserError(
             f"--out {out}: the directory is already used; name another one, or continue its run with --resume"
         )
+    if resume and out.is_dir() and not is_run(out) and any(out.iterdir()):
+        raise UserError(f"--out {out}: the directory is used, but not by a sweep; there is nothing to resume")
+
+
+def is_running(out: Path) -> bool:
+    """Tell whether a process holds the run directory's lock."""
+    with open(out / ".lock", "a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
 
 
 @contextmanager
@@ -119,4 +151,5 @@ def open_run(out: Path, resume: bool) -> Iterator[RunDirectory]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UserError(f"--out {out}: another process is running this sweep") from None
+        JsonLines(out / "events.jsonl").close()
         yield RunDirectory(out)

@@ -74,9 +74,12 @@ def pack_spec(config: ModelConfig, jobs: Sequence[Job], slots: int | None = None
     )
 
 
-# The job axis of every leaf: weights, gradients and moments keep the layer axis first, so that the scan over layers
-# needs no transpose; everything else leads with it.
-def _job_axes(spec: PackSpec) -> PackState:
+def job_axes(spec: PackSpec) -> PackState:
+    """Return the job axis of every part of a state.
+
+    Weights, gradients and moments keep the layer axis first, so that the scan over layers needs no transpose;
+    everything else leads with the job axis.
+    """
     moments = {"adamw": optax.ScaleByAdamState(count=0, mu=1, nu=1), "sgd": 1}  # type: ignore[arg-type]
     return PackState(1, 1, {kind: moments[kind] for kind in spec.optimizers}, 1, 0, 0, 0, 0, 0)  # type: ignore[arg-type]
 
@@ -113,7 +116,7 @@ def empty_pack(config: ModelConfig, spec: PackSpec, dtype: Any = jnp.float32) ->
         scales = {name: jnp.zeros((config.n_layers,), jnp.float32) for name in spec.sites}
         return _slot_state(spec, weights, scales, hyper(Job(), 1, dtype))
 
-    return jax.vmap(slot, out_axes=_job_axes(spec))(jnp.arange(spec.slots))
+    return jax.vmap(slot, out_axes=job_axes(spec))(jnp.arange(spec.slots))
 
 
 @lru_cache(maxsize=32)
@@ -122,7 +125,7 @@ def make_load_slot(spec: PackSpec) -> Callable[[PackState, int, Adapter, dict[st
 
     The slot's number is traced, so that filling and refilling any slot is one compiled program. `state` is donated.
     """
-    axes = _job_axes(spec)
+    axes = job_axes(spec)
 
     @partial(jax.jit, donate_argnums=0)
     def load(
@@ -232,7 +235,7 @@ def make_train_step(
 
 @lru_cache(maxsize=32)
 def _train_step(graphdef: nnx.GraphDef, spec: PackSpec, runtime: Runtime) -> Callable[..., Any]:
-    axes = _job_axes(spec)
+    axes = job_axes(spec)
     chunk = max(1, HEAD_CHUNK // spec.slots)  # logits of HEAD_CHUNK positions exist at once, over all slots
 
     def job_loss(

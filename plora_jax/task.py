@@ -40,6 +40,7 @@ class Task:
     eval: EvalSet
     test: EvalSet | None
     digests: dict[str, str] = field(default_factory=dict)  # by file: names its tokens and labels
+    starts: dict[str, Adapter] = field(default_factory=dict)  # by job_id: where a job does not start fresh
 
 
 def read_task(sweep: Sweep, jobs: Sequence[Job], tokenizer: Any, vocab_size: int, console: Console) -> Task:

@@ -82,6 +82,19 @@ class PackLoader:
         self.cursors = (*self.cursors[:j], Cursor(*cursor), *self.cursors[j + 1 :])
         self._restart()
 
+    def replaced(self, slots: Sequence[Slot | None], cursors: Sequence[Cursor]) -> "PackLoader":
+        """Close this loader and return one like it for other slots, from where `cursors` say they stand."""
+        self.close()
+        return PackLoader(
+            slots,
+            self.m,
+            self.shapes,
+            group=self.group,
+            fill=self.fill,
+            cursors=cursors,
+            prefetch=self._depth,
+        )
+
     def __iter__(self) -> Iterator[Batch]:
         return self
 
