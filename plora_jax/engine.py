@@ -178,8 +178,11 @@ class _Watch:
     def update(self, name: str, status: dict[str, Any]) -> None:
         """Take in one worker's state."""
         self.workers[name] = dict(status)
-        phases = dict.fromkeys(str(w.get("phase")) for w in self.workers.values())
-        if (phase := "; ".join(phases)) != self.phase:
+        at_work = [
+            str(w["pack"] if "-" in w["pack"] else w["phase"]) for w in self.workers.values() if w.get("pack")
+        ]
+        phase = ", ".join(dict.fromkeys(at_work))
+        if phase and phase != self.phase:
             self.phase = phase
             self.progress.phase(phase)
         running = [item for w in self.workers.values() for item in (w.get("jobs") or {}).items()]

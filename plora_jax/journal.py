@@ -115,7 +115,7 @@ class RunState:
 
     def _limit(self, line: dict[str, Any]) -> None:
         pack = line["pack"]
-        self.limits[pack] = {name: line[name] for name in ("slots", "m", "policy")}
+        self.limits[pack] = {name: line[name] for name in ("slots", "m", "policy")}  # as in the pack itself
         self.claims.pop(pack, None)
         self.causes.pop(pack, None)
         for key in [

@@ -4,27 +4,22 @@ import math
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from planner.signature import Signature, fits
 from plora_jax.checkpoint import Checkpoints
-from plora_jax.data.examples import Examples
 from plora_jax.data.layout import steps_per_epoch, total_steps
-from plora_jax.data.shapes import MAX_SHAPES, Shape, choose_shapes
-from plora_jax.evaluate import HIGHER_IS_BETTER, Score, runtime_for
+from plora_jax.evaluate import HIGHER_IS_BETTER, Score
 from plora_jax.faults import fault
 from plora_jax.journal import RunState
 from plora_jax.peft import export_adapter, replace_directory
-from plora_jax.planning import examples_size, job_spec, trained_rows
+from plora_jax.program import Program
 from plora_jax.rundir import JsonLines, keep_lines
-from plora_jax.step import pack_spec
 from plora_jax.train import Trained, Trainer, Work
 
 if TYPE_CHECKING:
     from plora_jax.worker import Worker
 
-STEPS_PER_SHAPE = 64  # micro-steps that make one more compiled length worth its compilation
 PAYS_AFTER = 200  # micro-steps that earn back what compiling the step for fewer slots costs
 LOOK_S = 2.0  # seconds between two looks at what other processes decided
 
@@ -51,31 +46,26 @@ class PackRun:
         self.run_dir, self.journal, self.sweep = worker.run, worker.journal, worker.sweep
         state = self.journal.refresh()
         self.pack = state.packs[name]
-        program = {"slots": len(self.pack["slots"]), "m": self.pack["m"], "policy": self.pack["policy"]}
-        program |= state.limits.get(name, {})
-        self.m = program["m"]
+        now = self.pack | state.limits.get(name, {})
         planned = [worker.item(job_id) for job_id in self.pack["jobs"]]
-        base = worker.base
-        # made for all jobs planned into the pack, so that it goes on with the same program
-        self.spec = pack_spec(base.config, [item.job for item in planned], slots=program["slots"])
-        packing = self.sweep.data.packing and self.m > 1
-        self.shapes = self._shapes(planned, packing)
+        self.program = program = Program.of(self.sweep, worker.base, now, planned)
         self.trainer = Trainer(
-            base,
-            self.spec,
-            self.m,
-            self.shapes,
-            packing=packing,
-            runtime=replace(runtime_for(base, program["policy"]), segments=packing),
+            worker.base,
+            program.spec,
+            program.m,
+            program.shapes,
+            packing=program.packing,
+            runtime=program.runtime,
             on_step=self._on_step,
         )
         self.folder = self.run_dir.path / "checkpoints" / name
-        self.checkpoints = Checkpoints(self.folder / str(self.spec.slots))
-        self.held: list[Held | None] = [None] * self.spec.slots
+        self.checkpoints = Checkpoints(self.folder / str(self.trainer.spec.slots))
+        self.held: list[Held | None] = [None] * self.trainer.spec.slots
         self.metrics: dict[str, JsonLines] = {}
         self.evals: dict[str, JsonLines] = {}
         self.sign = 1.0 if HIGHER_IS_BETTER[self.sweep.data.metric] else -1.0
         self.looked = self.saved = time.monotonic()
+        self.written = 0  # micro-step of the last checkpoint
         self.asked_at = 0.0  # when other packs' jobs were looked at
         self.slot_of = {a["job_id"]: a["slot"] for a in self.pack["assign"]}
 
@@ -218,7 +208,7 @@ class PackRun:
     def _fill(self) -> None:
         """Give every free slot its next job, while there is one."""
         at, state = self.trainer.micro_step, self.journal.state
-        for j in range(self.spec.slots):
+        for j in range(self.trainer.spec.slots):
             while self.held[j] is None:
                 job_id = state.places.get((self.name, at, j)) or self._next(at, j)
                 if job_id is None:
@@ -252,32 +242,16 @@ class PackRun:
             return None
         for other in reversed(self._other_packs(state)):
             for job_id in reversed(state.waiting(other)):
-                if self._fits(self.worker.item(job_id)):
+                if self.program.fits(self.worker.item(job_id)):
                     return job_id
         return None
-
-    def _fits(self, item: Work) -> bool:
-        signature = Signature(
-            J=self.spec.slots,
-            m=self.m,
-            buckets=tuple(shape.S for shape in self.shapes),
-            rank_bucket=self.spec.rank,
-            targets=frozenset(self.spec.sites),
-            has_dropout=self.spec.has_dropout,
-            optimizers=self.spec.optimizers,
-            dtype="",
-            policy="",
-        )
-        alone = pack_spec(self.worker.base.config, [item.job])
-        spec = replace(job_spec(item.job, examples_size(item.examples), ""), targets=frozenset(alone.sites))
-        return fits(signature, spec) and int(item.examples.counts.max()) <= self.shapes[-1].P
 
     def _shrink(self, at: int) -> None:
         """Go on with half the slots or fewer, once none of the others will be filled again and it pays."""
         line, used = self.journal.state.shrinks.get((self.name, at)), self.trainer.slots
         if line is None:
             slots = 1 << (len(used) - 1).bit_length() if used else 0
-            if not used or slots > self.spec.slots // 2 or self.journal.state.waiting(self.name):
+            if not used or slots > self.trainer.spec.slots // 2 or self.journal.state.waiting(self.name):
                 return
             left = max(self._micro_steps_left(j) for j in used)
             if left < PAYS_AFTER or not self._closed():
@@ -285,16 +259,15 @@ class PackRun:
             line = {"at": at, "keep": used, "slots": slots}
             self.journal.append("shrink", pack=self.name, **line)
         self.trainer.shrink(line["keep"], line["slots"])
-        self.spec = self.trainer.spec
         self.checkpoints.close()
-        self.checkpoints = Checkpoints(self.folder / str(self.spec.slots))
+        self.checkpoints = Checkpoints(self.folder / str(self.trainer.spec.slots))
         self.held = [self.held[j] for j in line["keep"]] + [None] * (line["slots"] - len(line["keep"]))
         self.slot_of = {}
         self.run_dir.event("shrunk", pack=self.name, micro_step=at, slots=line["slots"])
 
     def _micro_steps_left(self, j: int) -> int:
         run = self._running(j)
-        return (run.steps - self.trainer.step_of(j)) * run.job.batch_size // self.m
+        return (run.steps - self.trainer.step_of(j)) * run.job.batch_size // self.program.m
 
     def _start(self, j: int, job_id: str) -> None:
         item = self.worker.item(job_id)
@@ -359,8 +332,9 @@ class PackRun:
         arrays, meta = self.trainer.snapshot()
         meta |= {"held": [asdict(held) if held else None for held in self.held]}
         self.checkpoints.save(self.trainer.micro_step, arrays, meta)
-        self.journal.append("saved", pack=self.name, at=self.trainer.micro_step)
-        self.saved = time.monotonic()
+        if self.written:  # which the save that has just begun waited for
+            self.journal.append("saved", pack=self.name, at=self.written)
+        self.written, self.saved = self.trainer.micro_step, time.monotonic()
 
     def _restore(self) -> None:
         """Go back to the newest checkpoint, which is of the fewest slots the pack had come to; without one, begin."""
@@ -376,7 +350,6 @@ class PackRun:
         self.held = [Held(**held) if held else None for held in meta["held"]]
         work = {held.job_id: self.worker.item(held.job_id) for held in self.held if held}
         self.trainer.restore(arrays, meta, work)
-        self.spec = self.trainer.spec
         for j in self.trainer.slots:  # what was logged after the checkpoint is logged again
             held, folder = self._held(j), self.run_dir.job(self._held(j).job_id)
             keep_lines(folder / "metrics.jsonl", self._running(j).logged)
@@ -416,20 +389,3 @@ class PackRun:
         run = self.trainer.running[j]
         assert run
         return run
-
-    def _shapes(self, work: Sequence[Work], packing: bool) -> Sequence[Shape]:
-        pairs = [(item.examples, item.job.data_seed) for item in work]
-        if self.sweep.data.buckets:
-            return [fitting_shape(length, [e for e, _ in pairs]) for length in self.sweep.data.buckets]
-        micro_steps = max(trained_rows(item.job, len(item.examples)) // self.m for item in work)
-        limit = min(MAX_SHAPES, 1 + micro_steps // STEPS_PER_SHAPE)
-        m = 1 if packing else self.m
-        return choose_shapes(pairs, m, group=self.m, fill=packing, limit=limit)
-
-
-def fitting_shape(length: int, data: Sequence[Examples]) -> Shape:
-    """Return the shape of `length` positions that holds the labels of every row that short."""
-    most = max(
-        (int(examples.counts[examples.lengths <= length].max(initial=1)) for examples in data), default=1
-    )
-    return Shape(length, min(length, most))

@@ -166,22 +166,20 @@ class Worker:
     def _out_of_memory(self, name: str, error: Exception) -> None:
         """Shrink the pack's program, and remember: first recompute more, then fewer slots, then fewer rows a slot."""
         state = self.journal.state
-        pack = state.packs[name]
-        now = {"slots": len(pack["slots"]), "m": pack["m"], "policy": pack["policy"]} | state.limits.get(
-            name, {}
-        )
-        if now["policy"] != "layer":
-            then = now | {"policy": "layer"}
-        elif now["slots"] > 1:
-            then = now | {"slots": now["slots"] // 2}
-        elif now["m"] > 1:
-            then = now | {"m": next(d for d in range(now["m"] // 2, 0, -1) if now["m"] % d == 0)}
-        else:
-            self._lost(name, error)
-            return
+        was = state.packs[name] | state.limits.get(name, {})
+        slots, m = was["slots"], was["m"]
+        now = {"slots": slots, "m": m, "policy": "layer"}
+        if was["policy"] == "layer":
+            if len(slots) > 1:
+                now["slots"] = slots[: len(slots) // 2]
+            elif m > 1:
+                now["m"] = next(d for d in range(m // 2, 0, -1) if m % d == 0)
+            else:
+                self._lost(name, error)
+                return
         shutil.rmtree(self.run.path / "checkpoints" / name, ignore_errors=True)
-        self.run.event("out_of_memory", worker=self.name, pack=name, was=now, now=then)
-        self.journal.append("limit", pack=name, **then)
+        self.run.event("out_of_memory", worker=self.name, pack=name, slots=len(now["slots"]), m=now["m"])
+        self.journal.append("limit", pack=name, **now)
 
     def close(self) -> None:
         """Close the journal."""
