@@ -123,6 +123,13 @@ def _count(text: str) -> int:
     return value
 
 
+def _port(text: str) -> int:
+    value = int(text) if text.isdecimal() else -1
+    if not 0 <= value <= 65_535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: a whole number from 0 to 65535")
+    return value
+
+
 def _target(text: str) -> Path:
     import tempfile
 
@@ -236,6 +243,22 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--json", type=_target, metavar="FILE", help="write one row for the base and one for each adapter"
     )
+
+    sub = command("report", _report, "Write RUN/report.html, one page that opens offline; or serve it live.")
+    sub.add_argument("directory", type=Path, metavar="RUN", help="run directory of plora sweep")
+    sub.add_argument(
+        "--serve", action="store_true", help="serve the page, kept up to date, and write no file"
+    )
+    sub.add_argument(
+        "--port", type=_port, metavar="N", help="port to serve at (default: 8420; 0: a free one)"
+    )
+    sub.add_argument(
+        "--host", metavar="ADDRESS", help="address to serve at (default: 127.0.0.1, this machine alone)"
+    )
+
+    sub = command("watch", _watch, "Show in the terminal how a run stands, until it ends.")
+    sub.add_argument("directory", type=Path, metavar="RUN", help="run directory of plora sweep")
+    sub.add_argument("--once", action="store_true", help="print how it stands now, and stop")
 
     sub = command("merge", _merge, "Merge an adapter into its base model and write a Hugging Face model.")
     sub.add_argument("adapter", type=Path, metavar="ADAPTER", help="PEFT adapter directory")
@@ -372,6 +395,25 @@ def _eval(args: argparse.Namespace) -> int:
     return eval_command(
         args.model, args.adapter, args.data, args.metric, args.json, max_length=args.max_length
     )
+
+
+def _report(args: argparse.Namespace) -> int:
+    if args.serve:
+        from plora_jax.serve import serve
+
+        return serve(args.directory, args.host or "127.0.0.1", 8420 if args.port is None else args.port)
+    if args.port is not None or args.host:
+        raise UserError("--port and --host say where to serve; add --serve")
+    from plora_jax.report import write_report
+
+    print(f"report: {write_report(args.directory)}")
+    return 0
+
+
+def _watch(args: argparse.Namespace) -> int:
+    from plora_jax.watch import watch
+
+    return watch(args.directory, args.once)
 
 
 def _merge(args: argparse.Namespace) -> int:

@@ -1,0 +1,338 @@
+"""report.html: everything a run has to show on one page that opens offline and asks nothing of the network."""
+
+import base64
+import hashlib
+import time
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from plora_jax.errors import UserError
+from plora_jax.figures import curves, knobs, parallel, shades
+from plora_jax.model_card import peft_code, vllm_command
+from plora_jax.rundir import write_atomic
+from plora_jax.runfiles import RunFiles, number
+from plora_jax.runview import JobView, RunView, job_of, kind, read_view
+from plora_jax.scale import Scale, make_scale, short, span
+from plora_jax.stats import label
+from plora_jax.timeline import timeline
+
+PAGE = Path(__file__).parent / "page"
+MAX_REASON = 400  # characters of a reason that the page shows
+SCORE_PX = 168
+OWN_COLUMNS = ("score", "loss", "steps", "tokens")
+TITLES = {"learning_rate": "lr", "batch_size": "batch", "weight_decay": "decay"}
+
+
+def write_report(run: Path) -> Path:
+    """Write RUN/report.html from what the run directory says now, and return its path.
+
+    Raises:
+      UserError: `run` is no run directory, or cannot be written to.
+    """
+    path = run / "report.html"
+    page = render(RunFiles(run))
+    try:
+        write_atomic(path, page)
+    except OSError as error:
+        raise UserError(f"{path}: cannot write here: {error.strerror}; --serve needs no file") from None
+    return path
+
+
+def render(files: RunFiles, live: str = "") -> str:
+    """Return the page; with `live`, the version that it shows, one that asks its own server for a newer one.
+
+    Raises:
+      UserError: the directory is not that of a run.
+    """
+    view = read_view(files)
+    css, js = ((PAGE / name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
+    policy = {
+        "default-src": "'none'",
+        "script-src": f"'{_digest(js)}'",
+        "style-src": f"'{_digest(css)}'",
+        "img-src": "data:",
+        "connect-src": "'self'" if live else "'none'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    page = (
+        _environment()
+        .get_template("report.html")
+        .render(
+            policy="; ".join(" ".join(rule) for rule in policy.items()),
+            css=css,
+            js=js,
+            live=live,
+            **_content(files, view),
+        )
+    )
+    return page.encode(errors="replace").decode()  # half a surrogate pair in a name cannot be written
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(PAGE), autoescape=True, undefined=jinja2.StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    # json.dumps leaves no character beyond ASCII, and jinja2's filter none of < > & '
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    environment.filters |= {"label": label, "short": short, "span": span, "signed": lambda v: f"{v:+.3f}"}
+    environment.globals["fixed"] = lambda value, digits=3: "–" if value is None else f"{value:.{digits}f}"
+    return environment
+
+
+def _content(files: RunFiles, view: RunView) -> dict[str, Any]:
+    varied = view.varied()
+    charts = curves(files, view)
+    for chart in charts:
+        del chart["up"], chart["across"]
+    return {
+        "view": view,
+        "varied": varied,
+        "titles": TITLES,
+        "index": {job.job_id: at for at, job in enumerate(view.jobs)},
+        "colours": shades(view.jobs),
+        "stats": _stats(view),
+        "board": _board(view),
+        "curves": charts,
+        "parallel": parallel(view),
+        "knobs": knobs(view),
+        "time": timeline(view),
+        "reasons": _reasons(view),
+        "troubles": _troubles(view),
+        "best": _best(files, view),
+        "facts": _facts(view, varied),
+        "data": {"jobs": [_datum(job, varied) for job in view.jobs], "metric": view.metric},
+        "written": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+    }
+
+
+def _datum(job: JobView, varied: list[str]) -> dict[str, Any]:
+    return {
+        "id": job.job_id, "status": job.status, "score": job.score, "low": job.low, "high": job.high,
+        "loss": job.loss, "tokens": job.tokens, "reason": job.reason[:MAX_REASON],
+        "fields": {TITLES.get(name, name): label(job.fields.get(name)) for name in varied},
+    }  # fmt: skip
+
+
+def _stats(view: RunView) -> list[tuple[str, str, str]]:
+    """Return the figures at the head of the page: what it is, the number, what it is to be read with."""
+    out = []
+    best = next((job for job in view.jobs if job.score is not None and job.status != "failed"), None)
+    metric, base = view.metric.replace("_", " "), number(view.base.get("score"))
+    beside = "" if base is None else f"base model {base:.3f}"
+    if best and best.score is not None:
+        interval = "" if best.low is None else f"95 % interval {best.low:.3f}–{best.high:.3f}"
+        out.append((f"best {metric}", f"{best.score:.3f}", "; ".join(filter(None, [interval, beside]))))
+    on_test = view.test.get("best")
+    if isinstance(on_test, dict) and (score := number(on_test.get("score"))) is not None:
+        base_test = view.test.get("base")
+        was = number(base_test.get("score")) if isinstance(base_test, dict) else None
+        beside = "" if was is None else f"base model {was:.3f}; "
+        rows = number(view.test.get("rows")) or 0
+        out.append(("the same on test rows", f"{score:.3f}", f"{beside}{rows:,.0f} rows that no choice saw"))
+    ended = Counter(job.status for job in view.jobs)
+    order = ("completed", "stopped", "failed", "withdrawn", "running", "unfinished", "waiting")
+    parts = [f"{ended[status]} {status}" for status in order if ended[status]]
+    over = sum(ended[status] for status in ("completed", "stopped", "failed", "withdrawn"))
+    out.append(("jobs ended", f"{over} of {len(view.jobs)}", ", ".join(parts)))
+    spent, full, guessed = tokens(view)
+    if spent:
+        part = f"{100 * spent / full:.0f} %" if full else short(spent)
+        about = "about " if guessed else ""
+        beside = (
+            f"{short(spent)} of {about}{short(full)} that all jobs in full would take" if full else "trained"
+        )
+        out.append(("tokens spent", part, beside))
+    took = view.clock(view.last)
+    planned = number(view.plan.get("makespan_s"))
+    if took:
+        beside = f"planned {span(planned)}" if planned else ""
+        out.append(("time", span(took), beside + (", without stops" if planned and _stops(view) else "")))
+    return out
+
+
+def _stops(view: RunView) -> bool:
+    rule = view.sweep.get("early_stop")
+    return isinstance(rule, dict) and rule.get("method", "none") != "none"
+
+
+def tokens(view: RunView) -> tuple[int, float, bool]:
+    """Return trained tokens, what all jobs trained in full would take (0: not known), and whether that is a guess.
+
+    A job that did not end gives tokens / fraction; one without a fraction takes the tokens a planned row of the others.
+    """
+    spent, full, guessed = 0, 0.0, False
+    plans = (view.plan.get("jobs") or {}).items()
+    rows = {name: number(one.get("rows")) or 0.0 for name, one in plans if isinstance(one, dict)}
+    ratios = [
+        job.tokens / job.fraction / rows[job.job_id]
+        for job in view.jobs
+        if job.fraction and job.tokens and rows.get(job.job_id)
+    ]
+    for job in view.jobs:
+        spent += job.tokens
+        if job.fraction and job.tokens:
+            full += job.tokens / job.fraction
+        elif ratios and rows.get(job.job_id):
+            full, guessed = full + sum(ratios) / len(ratios) * rows[job.job_id], True
+        else:
+            return spent + sum(j.tokens for j in view.jobs[view.jobs.index(job) + 1 :]), 0.0, False
+    return spent, full, guessed
+
+
+def _board(view: RunView) -> dict[str, Any]:
+    """Return what the score column draws: a scale for points, intervals and the base model's line."""
+    shown = [job for job in view.jobs if job.score is not None and job.status != "failed"]
+    base = number(view.base.get("score"))
+    values = [v for job in shown for v in (job.low, job.score, job.high) if v is not None]
+    if not any(job.low is not None for job in shown):  # of losses: a few large ones would hide the rest
+        values = sorted(values)[: max(len(values) * 9 // 10, 1)]
+    scale = make_scale([*values, *([base] if base is not None else [])], 4, SCORE_PX - 4)
+
+    def clamp(value: float) -> float:
+        return min(max(scale(value), 1.0), SCORE_PX - 1.0)
+
+    return {
+        "px": SCORE_PX,
+        "at": clamp,
+        "base": None if base is None else clamp(base),
+        "intervals": any(job.low is not None for job in shown),
+        "seeds": any(job.seeds > 1 for job in view.jobs),
+        "scale": scale if isinstance(scale, Scale) else None,
+    }
+
+
+def _reasons(view: RunView) -> list[dict[str, Any]]:
+    """Return the jobs that did not complete, those that give one reason together, failed ones first."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for job in view.jobs:
+        if job.status in ("failed", "stopped", "withdrawn"):
+            groups.setdefault((job.status, job.reason[:MAX_REASON] or "no reason was written"), []).append(
+                job.job_id
+            )
+    order = {"failed": 0, "stopped": 1, "withdrawn": 2}
+    listed = sorted(groups.items(), key=lambda item: (order[item[0][0]], -len(item[1]), item[0][1]))
+    return [{"status": key[0], "reason": key[1], "jobs": names} for key, names in listed]
+
+
+def _troubles(view: RunView) -> list[dict[str, str]]:
+    """Return what went wrong with workers and devices, and what was done about it."""
+    out = []
+    for line in view.log:
+        what, when = kind(line), number(line.get("time"))
+        if what not in ("lost", "limit"):
+            continue
+        where = " ".join(
+            f"{name} {line[name]}" for name in ("worker", "pack") if line.get(name) not in (None, "")
+        )
+        if what == "lost":
+            text = str(line.get("cause") or "no cause was found")
+        else:
+            changes = [f"{name} {label(line[name])}" for name in ("slots", "m", "policy") if name in line]
+            text = "out of device memory; went on with " + (", ".join(changes) or "a smaller step")
+        at = "" if when is None else span(view.clock(when))
+        out.append({"at": at, "where": where, "what": text[:MAX_REASON], "job": job_of(line)})
+    return out
+
+
+def _best(files: RunFiles, view: RunView) -> dict[str, str] | None:
+    """Return how to load the best adapter; paths start from the folder that holds the run directory."""
+    job = next((job for job in view.jobs if job.adapter and job.score is not None), None)
+    if job is None:
+        return None
+    config = files.mapping(f"{job.adapter}/adapter_config.json") if ".." not in job.adapter else {}
+    base = str(config.get("base_model_name_or_path") or view.sweep.get("model") or "BASE_MODEL")
+    patterns = config.get("rank_pattern") or job.fields.get("rank_pattern") or {}
+    ranks = [number(config.get("r")), number(job.fields.get("rank")), *map(number, patterns.values())]
+    largest = int(max((rank for rank in ranks if rank), default=0))
+    patterned = bool(patterns or config.get("alpha_pattern") or job.fields.get("alpha_pattern"))
+    linked = (files.path / "best").resolve() == (files.path / job.adapter).resolve()
+    where = f"{view.name}/{'best' if linked else job.adapter}"
+    sentence, command = vllm_command(base, where, largest, patterned, "best")
+    return {
+        "job": job.job_id, "where": where, "peft": peft_code(base, where), "rank": str(largest),
+        "sentence": sentence.replace("`", ""), "vllm": command,
+        "merge": f"plora merge {where} --out merged",
+    }  # fmt: skip
+
+
+def _facts(view: RunView, varied: list[str]) -> list[tuple[str, str]]:
+    """Return what the run is made of, in words."""
+    plan, sweep, started = view.plan, view.sweep, view.started
+    search, data = (_section(sweep, name) for name in ("search", "data"))
+    facts: list[tuple[str, Any]] = [
+        ("model", sweep.get("model") or plan.get("model")),
+        ("precision of the base", plan.get("precision")),
+        ("training rows", data.get("train")),
+        ("held-out rows", _joined(data.get("eval"), _rows(view.base.get("rows")))),
+        ("test rows", _joined(data.get("test"), _rows(view.test.get("rows")))),
+        ("metric", f"{view.metric}, {'higher' if view.higher_is_better else 'lower'} is better"),
+        ("search", _listed(search, "sample", "strategy", "budget", "seed")),
+        ("seeds of the jobs", _seeds(view)),
+        ("early stopping", _listed(_section(sweep, "early_stop"))),
+        ("device", started.get("device")),
+        ("plan", _plan_words(plan)),
+        ("versions", _versions(started.get("versions"))),
+        ("started", time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(view.first)) if view.first else ""),
+        ("pauses cut out of the time axis", ", ".join(span(b - a) for a, b in view.pauses)),
+    ]  # fmt: skip
+    same = {name: value for job in view.jobs[:1] for name, value in job.fields.items() if name not in varied}
+    shown = [f"{name} {label(value)}" for name, value in same.items() if value not in ("", None, [], {}, ())]
+    facts.append(("the same for all jobs", ", ".join(shown)))
+    return [(name, str(value)[:2000]) for name, value in facts if value]
+
+
+def _section(sweep: dict[str, Any], name: str) -> dict[str, Any]:
+    value = sweep.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def _listed(section: dict[str, Any], *names: str) -> str:
+    return ", ".join(f"{key} {label(value)}" for key, value in section.items() if key in names or not names)
+
+
+def _rows(value: Any) -> str:
+    count = number(value)
+    return "" if count is None else f"{count:,.0f} rows"
+
+
+def _joined(*parts: Any) -> str:
+    return ", ".join(str(part) for part in parts if part)
+
+
+def _seeds(view: RunView) -> str:
+    sets = {
+        name: sorted({str(job.fields[name]) for job in view.jobs if name in job.fields})
+        for name in ("seed", "data_seed")
+    }
+    words = {"seed": "adapter and dropout", "data_seed": "order of rows"}
+    return "; ".join(f"{words[name]} {', '.join(values)}" for name, values in sets.items() if values)
+
+
+def _plan_words(plan: dict[str, Any]) -> str:
+    if not plan.get("device"):
+        return ""
+    gap, makespan = number(plan.get("gap")), number(plan.get("makespan_s"))
+    where = f"{plan.get('device_count')} × {plan['device']}"
+    parts = [f"{len(plan.get('packs') or [])} packs on {where}, method {plan.get('method')}"]
+    if gap is not None:
+        parts.append(f"at most {100 * gap:.1f} % above the best possible ({plan.get('bound')} bound)")
+    known = {name: number(value) for name, value in (plan.get("baselines") or {}).items()}
+    times = [f"{name.removesuffix('_s')} {span(value)}" for name, value in known.items() if value is not None]
+    if makespan and times:
+        parts.append(f"predicted {span(makespan)} against {', '.join(times)}")
+    return "; ".join(parts)
+
+
+def _versions(value: Any) -> str:
+    return ", ".join(f"{name} {one}" for name, one in value.items()) if isinstance(value, dict) else ""
