@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import os
 import time
 from collections import Counter
 from functools import cache
@@ -15,7 +16,7 @@ from plora_jax.figures import curves, knobs, parallel, shades
 from plora_jax.model_card import peft_code, vllm_command
 from plora_jax.rundir import write_atomic
 from plora_jax.runfiles import RunFiles, number
-from plora_jax.runview import JobView, RunView, job_of, kind, read_view
+from plora_jax.runview import JobView, RunView, entries, job_of, kind, mapping, read_view
 from plora_jax.scale import Scale, make_scale, short, span
 from plora_jax.stats import label
 from plora_jax.timeline import timeline
@@ -101,6 +102,7 @@ def _content(files: RunFiles, view: RunView) -> dict[str, Any]:
         "titles": TITLES,
         "index": {job.job_id: at for at, job in enumerate(view.jobs)},
         "colours": shades(view.jobs),
+        "base": {name: number(view.base.get(name)) for name in ("score", "loss", "rows")},
         "stats": _stats(view),
         "board": _board(view),
         "curves": charts,
@@ -133,13 +135,13 @@ def _stats(view: RunView) -> list[tuple[str, str, str]]:
     if best and best.score is not None:
         interval = "" if best.low is None else f"95 % interval {best.low:.3f}–{best.high:.3f}"
         out.append((f"best {metric}", f"{best.score:.3f}", "; ".join(filter(None, [interval, beside]))))
-    on_test = view.test.get("best")
-    if isinstance(on_test, dict) and (score := number(on_test.get("score"))) is not None:
-        base_test = view.test.get("base")
-        was = number(base_test.get("score")) if isinstance(base_test, dict) else None
-        beside = "" if was is None else f"base model {was:.3f}; "
+    on_test, of_base = (number(mapping(view.test.get(name)).get("score")) for name in ("best", "base"))
+    if on_test is not None:
+        beside = "" if of_base is None else f"base model {of_base:.3f}; "
         rows = number(view.test.get("rows")) or 0
-        out.append(("the same on test rows", f"{score:.3f}", f"{beside}{rows:,.0f} rows that no choice saw"))
+        out.append(
+            ("the same on test rows", f"{on_test:.3f}", f"{beside}{rows:,.0f} rows that no choice saw")
+        )
     ended = Counter(job.status for job in view.jobs)
     order = ("completed", "stopped", "failed", "withdrawn", "running", "unfinished", "waiting")
     parts = [f"{ended[status]} {status}" for status in order if ended[status]]
@@ -162,8 +164,7 @@ def _stats(view: RunView) -> list[tuple[str, str, str]]:
 
 
 def _stops(view: RunView) -> bool:
-    rule = view.sweep.get("early_stop")
-    return isinstance(rule, dict) and rule.get("method", "none") != "none"
+    return mapping(view.sweep.get("early_stop")).get("method", "none") != "none"
 
 
 def tokens(view: RunView) -> tuple[int, float, bool]:
@@ -172,8 +173,8 @@ def tokens(view: RunView) -> tuple[int, float, bool]:
     A job that did not end gives tokens / fraction; one without a fraction takes the tokens a planned row of the others.
     """
     spent, full, guessed = 0, 0.0, False
-    plans = (view.plan.get("jobs") or {}).items()
-    rows = {name: number(one.get("rows")) or 0.0 for name, one in plans if isinstance(one, dict)}
+    plans = mapping(view.plan.get("jobs")).items()
+    rows = {name: number(mapping(one).get("rows")) or 0.0 for name, one in plans}
     ratios = [
         job.tokens / job.fraction / rows[job.job_id]
         for job in view.jobs
@@ -250,13 +251,13 @@ def _best(files: RunFiles, view: RunView) -> dict[str, str] | None:
     job = next((job for job in view.jobs if job.adapter and job.score is not None), None)
     if job is None:
         return None
-    config = files.mapping(f"{job.adapter}/adapter_config.json") if ".." not in job.adapter else {}
+    config = files.mapping(f"{job.adapter}/adapter_config.json")
     base = str(config.get("base_model_name_or_path") or view.sweep.get("model") or "BASE_MODEL")
-    patterns = config.get("rank_pattern") or job.fields.get("rank_pattern") or {}
+    patterns = mapping(config.get("rank_pattern") or job.fields.get("rank_pattern"))
     ranks = [number(config.get("r")), number(job.fields.get("rank")), *map(number, patterns.values())]
     largest = int(max((rank for rank in ranks if rank), default=0))
     patterned = bool(patterns or config.get("alpha_pattern") or job.fields.get("alpha_pattern"))
-    linked = (files.path / "best").resolve() == (files.path / job.adapter).resolve()
+    linked = _linked(files, job.adapter)
     where = f"{view.name}/{'best' if linked else job.adapter}"
     sentence, command = vllm_command(base, where, largest, patterned, "best")
     return {
@@ -266,10 +267,17 @@ def _best(files: RunFiles, view: RunView) -> dict[str, str] | None:
     }  # fmt: skip
 
 
+def _linked(files: RunFiles, adapter: str) -> bool:
+    try:
+        return os.path.samefile(files.path / "best", files.path / adapter)
+    except (OSError, ValueError):
+        return False
+
+
 def _facts(view: RunView, varied: list[str]) -> list[tuple[str, str]]:
     """Return what the run is made of, in words."""
     plan, sweep, started = view.plan, view.sweep, view.started
-    search, data = (_section(sweep, name) for name in ("search", "data"))
+    search, data = (mapping(sweep.get(name)) for name in ("search", "data"))
     facts: list[tuple[str, Any]] = [
         ("model", sweep.get("model") or plan.get("model")),
         ("precision of the base", plan.get("precision")),
@@ -279,7 +287,7 @@ def _facts(view: RunView, varied: list[str]) -> list[tuple[str, str]]:
         ("metric", f"{view.metric}, {'higher' if view.higher_is_better else 'lower'} is better"),
         ("search", _listed(search, "sample", "strategy", "budget", "seed")),
         ("seeds of the jobs", _seeds(view)),
-        ("early stopping", _listed(_section(sweep, "early_stop"))),
+        ("early stopping", _listed(mapping(sweep.get("early_stop")))),
         ("device", started.get("device")),
         ("plan", _plan_words(plan)),
         ("versions", _versions(started.get("versions"))),
@@ -290,11 +298,6 @@ def _facts(view: RunView, varied: list[str]) -> list[tuple[str, str]]:
     shown = [f"{name} {label(value)}" for name, value in same.items() if value not in ("", None, [], {}, ())]
     facts.append(("the same for all jobs", ", ".join(shown)))
     return [(name, str(value)[:2000]) for name, value in facts if value]
-
-
-def _section(sweep: dict[str, Any], name: str) -> dict[str, Any]:
-    value = sweep.get(name)
-    return value if isinstance(value, dict) else {}
 
 
 def _listed(section: dict[str, Any], *names: str) -> str:
@@ -324,10 +327,10 @@ def _plan_words(plan: dict[str, Any]) -> str:
         return ""
     gap, makespan = number(plan.get("gap")), number(plan.get("makespan_s"))
     where = f"{plan.get('device_count')} × {plan['device']}"
-    parts = [f"{len(plan.get('packs') or [])} packs on {where}, method {plan.get('method')}"]
+    parts = [f"{len(entries(plan.get('packs')))} packs on {where}, method {plan.get('method')}"]
     if gap is not None:
         parts.append(f"at most {100 * gap:.1f} % above the best possible ({plan.get('bound')} bound)")
-    known = {name: number(value) for name, value in (plan.get("baselines") or {}).items()}
+    known = {name: number(value) for name, value in mapping(plan.get("baselines")).items()}
     times = [f"{name.removesuffix('_s')} {span(value)}" for name, value in known.items() if value is not None]
     if makespan and times:
         parts.append(f"predicted {span(makespan)} against {', '.join(times)}")

@@ -85,10 +85,16 @@ class RunFiles:
         self._read: dict[tuple[str, tuple[str, ...]], tuple[tuple[int, int], Any]] = {}
         self._values: dict[str, tuple[tuple[int, ...], Any]] = {}
 
+    def _place(self, name: str) -> Path:
+        """Return where a file of the run is; a name made of another's text cannot lead out of the directory."""
+        if any(part in ("", ".", "..") for part in name.split("/")):
+            raise FileNotFoundError(name)
+        return self.path / name
+
     def value(self, name: str) -> Any:
         """Return the value of a JSON file; None where there is none that can be read."""
         try:
-            with open(self.path / name, "rb") as file:
+            with open(self._place(name), "rb") as file:
                 stat = os.fstat(file.fileno())
                 key = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
                 if self._values.get(name, ((), None))[0] != key:
@@ -123,7 +129,7 @@ class RunFiles:
         key = (name, names)
         (inode, end), held = self._read.get(key, ((0, 0), None))
         try:
-            with open(self.path / name, "rb") as file:
+            with open(self._place(name), "rb") as file:
                 stat = os.fstat(file.fileno())
                 if held is None or stat.st_ino != inode or stat.st_size < end:
                     held, end = make(), 0
@@ -134,7 +140,7 @@ class RunFiles:
                     held.extend(parse_lines(data[:whole]))
                     end += whole
                 self._read[key] = (stat.st_ino, end), held
-        except OSError:
+        except (OSError, ValueError):  # there is none, or no file can have such a name
             return make()
         return held
 

@@ -131,7 +131,7 @@ def read_view(files: RunFiles, now: float | None = None) -> RunView:
         key=lambda line: number(line.get("time")) or 0.0,
     )
     data = sweep.get("data") if isinstance(sweep.get("data"), dict) else {}
-    base = files.mapping("base.json") or _mapping(board.get("base"))
+    base = files.mapping("base.json") or mapping(board.get("base"))
     metric = str(board.get("metric") or base.get("metric") or (data or {}).get("metric") or "loss")
     higher = board.get("higher_is_better", base.get("higher_is_better", metric != "loss"))
     workers = {name[:-5]: files.mapping(f"workers/{name}") for name in files.names("workers", ".json")}
@@ -142,7 +142,7 @@ def read_view(files: RunFiles, now: float | None = None) -> RunView:
         metric=metric,
         higher_is_better=bool(higher),
         base=base,
-        test=_mapping(board.get("test")) or files.mapping("test.json"),
+        test=mapping(board.get("test")) or files.mapping("test.json"),
         jobs=[],
         plan=plan,
         sweep=sweep,
@@ -158,15 +158,26 @@ def read_view(files: RunFiles, now: float | None = None) -> RunView:
     return view
 
 
-def _mapping(value: Any) -> dict[str, Any]:
+def mapping(value: Any) -> dict[str, Any]:
+    """Return an object as it is; an empty one for anything else."""
     return value if isinstance(value, dict) else {}
+
+
+def entries(value: Any) -> list[Any]:
+    """Return a list as it is; an empty one for anything else."""
+    return value if isinstance(value, list) else []
+
+
+def mappings(value: Any) -> list[dict[str, Any]]:
+    """Return the objects of a list; none where it is no list."""
+    return [one for one in entries(value) if isinstance(one, dict)]
 
 
 def _sweep(files: RunFiles) -> dict[str, Any]:
     from plora_jax.yamlfile import parse_yaml
 
     try:
-        return _mapping(parse_yaml(files.text("sweep.yaml"), "sweep.yaml")[0])
+        return mapping(parse_yaml(files.text("sweep.yaml"), "sweep.yaml")[0])
     except UserError:
         return {}
 
@@ -271,31 +282,29 @@ def _jobs(
     found: dict[str, JobView] = {}
 
     def take(name: Any, fields: Any) -> JobView:
-        known = {key: value for key, value in _mapping(fields).items() if key in JOB_FIELDS}
+        known = {key: value for key, value in mapping(fields).items() if key in JOB_FIELDS}
         job = found.setdefault(str(name), JobView(str(name), {}))
         job.fields |= known
         return job
 
-    for name, fields in _mapping(plan.get("jobs")).items():
+    for name, fields in mapping(plan.get("jobs")).items():
         take(name, fields)
     for line in journal:
         if kind(line) == "jobs":
-            listed = line.get("jobs")
-            items = listed.items() if isinstance(listed, dict) else enumerate(listed or [])
-            for key, fields in items:
-                take(fields.get("job_id", key) if isinstance(fields, dict) else key, fields)
-    rows = board.get("jobs")
-    ranked = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+            for key, fields in mapping(line.get("jobs")).items():
+                take(key, fields)
+            for fields in mappings(line.get("jobs")):
+                take(fields.get("job_id", ""), fields)
     folders = set(files.names("jobs"))
     records = {name: files.mapping(f"jobs/{name}/job.json") for name in sorted(folders)}
     for name, record in records.items():
         if record.get("status"):
-            score = _mapping(record.get("score"))
+            score = mapping(record.get("score"))
             _settle(
                 take(name, record.get("job")),
                 record | {"score": score.get("score"), "loss": score.get("loss")},
             )
-    for row in ranked:
+    for row in mappings(board.get("jobs")):
         _settle(take(row.get("job_id"), row), row)
     for line in journal:
         job = found.get(job_of(line))

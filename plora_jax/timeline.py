@@ -6,7 +6,7 @@ import numpy as np
 
 from plora_jax.figures import binned, path, shades
 from plora_jax.runfiles import number
-from plora_jax.runview import RunView
+from plora_jax.runview import RunView, entries, mappings
 from plora_jax.scale import Scale, apart, make_scale, span, time_ticks
 
 WIDTH, LEFT, RIGHT = 1080, 92, 84
@@ -18,7 +18,7 @@ NAMED = 8  # workers that have a colour and a name of their own
 
 def timeline(view: RunView) -> dict[str, Any]:
     """Return both Gantt charts and the charts of samples on one time axis, in seconds of the run."""
-    packs = [pack for pack in view.plan.get("packs") or [] if isinstance(pack, dict)]
+    packs = mappings(view.plan.get("packs"))
     makespan = number(view.plan.get("makespan_s")) or 0.0
     took = view.clock(view.last)
     across = make_scale([0.0, max(makespan, took, 1e-3)], LEFT, WIDTH - RIGHT, pad=0.0)
@@ -41,19 +41,17 @@ def _planned(view: RunView, packs: list[dict[str, Any]]) -> list[dict[str, Any]]
     colours = shades(view.jobs)
     lanes: dict[str, dict[str, Any]] = {}
     for at, pack in enumerate(packs):
-        devices = pack.get("devices") or [0]
+        devices, slots = entries(pack.get("devices")) or [0], max(len(entries(pack.get("slots"))), 1)
         name = f"device {devices[0]}" if len(devices) == 1 else f"devices {devices[0]}–{devices[-1]}"
         lane = lanes.setdefault(name, {"name": name, "slots": 1, "bars": [], "spans": []})
-        lane["slots"] = max(lane["slots"], len(pack.get("slots") or []))
-        start, end = number(pack.get("start_s")) or 0.0, number(pack.get("end_s")) or 0.0
-        tip = f"pack {at}: {len(pack.get('jobs') or [])} jobs, {span(start)} to {span(end)}"
-        lane["spans"].append(
-            {"start": start, "end": end, "tip": tip, "how": "done", "slots": len(pack["slots"])}
-        )
-        for one in pack.get("assign") or []:
-            a, b = number(one.get("start_s")) or 0.0, number(one.get("end_s")) or 0.0
+        lane["slots"] = max(lane["slots"], slots)
+        start, end = (number(pack.get(key)) or 0.0 for key in ("start_s", "end_s"))
+        tip = f"pack {at}: {len(entries(pack.get('jobs')))} jobs, {span(start)} to {span(end)}"
+        lane["spans"].append({"start": start, "end": end, "tip": tip, "how": "done", "slots": slots})
+        for one in mappings(pack.get("assign")):
+            a, b, slot = (number(one.get(key)) or 0.0 for key in ("start_s", "end_s", "slot"))
             name = str(one.get("job_id"))
-            lane["bars"].append(_bar(name, int(one.get("slot") or 0), a, b, colours.get(name, "none")))
+            lane["bars"].append(_bar(name, int(slot), a, b, colours.get(name, "none")))
     return list(lanes.values())
 
 

@@ -95,7 +95,7 @@ def summary(view: RunView) -> str:
         parts.append(f"about {clock(seconds)} left")
     best = next((job for job in view.jobs if job.score is not None and job.status != "failed"), None)
     if best:
-        parts.append(f"best {view.metric} {best.score:.3f} {plain(best.job_id)}")
+        parts.append(f"best {plain(view.metric, 24)} {best.score:.3f} {plain(best.job_id)}")
     return ", ".join(parts)
 
 
@@ -132,7 +132,7 @@ def snapshot(view: RunView, height: int) -> RenderableType:
 def _table(*columns: tuple[str, str]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="dim")
     for name, justify in columns:
-        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+        table.add_column(Text(name), justify=justify, no_wrap=True)  # type: ignore[arg-type]
     return table
 
 
@@ -166,7 +166,7 @@ def _board(view: RunView, most: int) -> Table:
     names = [name for name in view.varied() if any(job.fields.get(name) is not None for job in view.jobs)][:5]
     fields = [(SHORT.get(name, name), "right") for name in names]
     table = _table(
-        ("", "right"), ("job", "left"), (view.metric, "right"), ("loss", "right"), *fields, ("", "left")
+        ("", "right"), ("job", "left"), (plain(view.metric, 24), "right"), ("loss", "right"), *fields, ("", "left")
     )
     base = [number(view.base.get(name)) for name in ("score", "loss")]
     if base[0] is not None:

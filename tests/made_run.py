@@ -5,6 +5,7 @@ The scores and losses are those of a formula; every file has the form that the e
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import numpy as np
 from planner.plan import Assign, Pack, Plan
 from plora_jax.jobs import Job
 from plora_jax.leaderboard import rank_rows
-from plora_jax.rundir import write_json
 
 START = 1_796_000_000.0
 ROWS = 400  # held-out
@@ -113,6 +113,11 @@ class Writer:
             write_lines(self.run / f"{name}.jsonl", sorted(lines, key=lambda line: line["time"]))
 
 
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file as the engine does, without waiting for the disk."""
+    path.write_text(json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
 def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
     """Write JSON lines as the engine does: no NaN."""
     path.write_text("".join(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines))
@@ -167,6 +172,7 @@ def make_run(
             place = free[slot]
             free[slot] += took
             if until is not None and place > until:
+                shutil.rmtree(run / "jobs" / name)
                 continue
             out.note(place, "place", pack=f"p{number}", slot=slot, micro_step=int(place), job=name)
             if until is None or free[slot] <= until:
