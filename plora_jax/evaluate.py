@@ -28,13 +28,13 @@ from plora_jax.data.examples import Examples
 from plora_jax.data.shapes import split_lengths
 from plora_jax.errors import UserError
 from plora_jax.jobs import Job
+from plora_jax.losses import token_losses
 from plora_jax.models.attention import choose_attention
 from plora_jax.models.decoder import LoRA, Runtime
 from plora_jax.models.find import load_config, load_tokenizer
 from plora_jax.models.load import Base, load_base
 from plora_jax.peft import import_adapter
 from plora_jax.rundir import write_json
-from plora_jax.step import token_losses
 
 HIGHER_IS_BETTER = {"loss": False, "choice_accuracy": True}
 

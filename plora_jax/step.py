@@ -19,8 +19,9 @@ from plora_jax.adapters import Adapter, Factors, Stack
 from plora_jax.batch import Batch
 from plora_jax.dropout import Dropout
 from plora_jax.jobs import Job
+from plora_jax.losses import token_losses
 from plora_jax.models.config import ModelConfig
-from plora_jax.models.decoder import Decoder, LoRA, Runtime, matmul_precision
+from plora_jax.models.decoder import LoRA, Runtime, matmul_precision
 from plora_jax.models.load import Base
 from plora_jax.optim import Hyper, apply_update, hyper, init_optimizer, learning_rate
 
@@ -187,38 +188,6 @@ def init_pack(
 def weight_dtype(base: Base) -> Any:
     """Return the dtype of adapter masters: float32, or float64 on a float64 base."""
     return jnp.promote_types(jnp.float32, jax.tree.leaves(base.params)[0].dtype)
-
-
-def token_losses(
-    model: Decoder,
-    hidden: Float[Array, "B S D"],
-    trained: Int32[Array, "B P"],
-    targets: Int32[Array, "B P"],
-    chunk: int,
-    runtime: Runtime | None = None,
-) -> Float[Array, "B P"]:
-    """Return the cross-entropy at the trained positions, 0 where the target is -1, computing the head only there.
-
-    Log-sum-exp runs in float32 or wider. Logits of at most `chunk` positions exist at a time, and are recomputed in the
-    backward pass.
-    """
-    picked = jnp.take_along_axis(hidden, trained[..., None], axis=1)
-    flat, wanted = picked.reshape(-1, picked.shape[-1]), targets.reshape(-1)
-
-    def losses(h: Array, t: Array) -> Array:
-        logits = model.logits(h, runtime=runtime or Runtime())
-        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-        at_target = jnp.take_along_axis(logits, jnp.maximum(t, 0)[..., None], axis=-1)[..., 0]
-        return jnp.where(t >= 0, jax.nn.logsumexp(logits, axis=-1) - at_target, 0.0)
-
-    count = flat.shape[0]
-    if count <= chunk:
-        return losses(flat, wanted).reshape(targets.shape)
-    pieces = -(-count // chunk)
-    flat = jnp.pad(flat, ((0, pieces * chunk - count), (0, 0))).reshape(pieces, chunk, -1)
-    wanted = jnp.pad(wanted, (0, pieces * chunk - count), constant_values=-1).reshape(pieces, chunk)
-    out = jax.lax.map(lambda xs: jax.checkpoint(losses)(*xs), (flat, wanted))
-    return out.reshape(-1)[:count].reshape(targets.shape)
 
 
 def make_train_step(

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from plora_jax import step as packed
 from plora_jax.adapters import init_adapter, scales
@@ -142,27 +141,6 @@ def test_a_refilled_slot_equals_a_fresh_run_and_compiles_nothing(base):
     for a, b in zip(queued[three.job_id][0], fresh[three.job_id][0], strict=True):
         np.testing.assert_array_equal(a, b)
     assert queued[three.job_id][1] == fresh[three.job_id][1]
-
-
-def test_losses_do_not_depend_on_the_chunk(base):
-    model = nnx.merge(base.graphdef, base.params)
-    random = np.random.default_rng(0)
-    hidden = jnp.asarray(random.normal(size=(3, 7, 32)), jnp.float32)
-    at = jnp.asarray(random.integers(0, 7, (3, 5)), jnp.int32)
-    targets = jnp.asarray(random.integers(-1, 56, (3, 5)), jnp.int32)
-
-    def losses(h, chunk):
-        return packed.token_losses(model, h, at, targets, chunk)
-
-    logits = np.float64(model.logits(jnp.take_along_axis(hidden, at[..., None], 1)))
-    want = (
-        np.log(np.exp(logits).sum(-1))
-        - np.take_along_axis(logits, np.maximum(targets, 0)[..., None], -1)[..., 0]
-    )
-    for chunk in (4, 15, 100):
-        np.testing.assert_allclose(losses(hidden, chunk), np.where(targets >= 0, want, 0), atol=1e-5)
-    gradients = [jax.grad(lambda h, c=chunk: losses(h, c).sum())(hidden) for chunk in (4, 100)]
-    np.testing.assert_allclose(*gradients, atol=1e-6)
 
 
 def test_an_inactive_slot_changes_nothing(base):

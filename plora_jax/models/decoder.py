@@ -51,6 +51,8 @@ class Runtime:
     precision: of the matrix products; "highest" keeps float32 on GPUs that would use TF32, None leaves jax's own
     setting. The backward pass is traced outside the model: put `matmul_precision` around it.
     segments: False promises one example per sequence, its padding at the end, and spares the mask.
+    unroll: layers written out in each turn of the scan: n_layers leaves no loop, which spares copies of what backward
+    reads and costs compile time.
     """
 
     attention: Literal["xla", "cudnn"] = "xla"
@@ -58,6 +60,7 @@ class Runtime:
     dtype: Any = jnp.float32
     precision: Literal["highest"] | None = None
     segments: bool = True
+    unroll: int = 1
 
 
 class Cache(NamedTuple):
@@ -279,17 +282,27 @@ class Decoder(nnx.Module):
             x = x * jnp.asarray(c.embed_scale, x.dtype) if c.embed_scale != 1.0 else x
             past = None if cache is None else (cache.k, cache.v)
             layers = (stacked, adapters or {}, which, past)
-            x, made = jax.lax.scan(recomputing(layer, runtime.recompute), x, layers)
+            x, made = jax.lax.scan(recomputing(layer, runtime.recompute), x, layers, unroll=runtime.unroll)
             return self.norm(x), made
+
+    @property
+    def head_weights(self) -> Float[Array, "V D"]:
+        """Give the weights of the head, which a tied model shares with its embedding."""
+        return (self.embed if self.head is None else self.head)[...]
 
     def logits(self, hidden: Float[Array, "... D"], *, runtime: Runtime = Runtime()) -> Float[Array, "... V"]:
         """Apply the head, in float32 at least; of `runtime` only the precision counts."""
-        head = (self.embed if self.head is None else self.head)[...].astype(hidden.dtype)
-        wide = jnp.promote_types(hidden.dtype, jnp.float32)
         with matmul_precision(runtime):
-            logits = jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=wide)
-        cap = self.config.final_softcap
-        return cap * jnp.tanh(logits / cap) if cap else logits
+            return vocabulary_logits(hidden, self.head_weights, self.config.final_softcap)
+
+
+def vocabulary_logits(
+    hidden: Float[Array, "... D"], head: Float[Array, "V D"], softcap: float
+) -> Float[Array, "... V"]:
+    """Multiply by the head in the states' dtype and sum in float32 at least; a softcap of 0 is none."""
+    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    logits = jnp.einsum("...d,vd->...v", hidden, head.astype(hidden.dtype), preferred_element_type=wide)
+    return softcap * jnp.tanh(logits / softcap) if softcap else logits
 
 
 def matmul_precision(runtime: Runtime) -> AbstractContextManager[Any]:

@@ -1,0 +1,72 @@
+"""Cross-entropy at the trained positions: the gradient of the hidden states is made with the loss, so that no logits
+are kept and the head is not multiplied again.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from plora_jax.models.decoder import Decoder, Runtime, matmul_precision, vocabulary_logits
+
+
+def token_losses(
+    model: Decoder,
+    hidden: Float[Array, "B S D"],
+    trained: Int32[Array, "B P"],
+    targets: Int32[Array, "B P"],
+    chunk: int,
+    runtime: Runtime | None = None,
+) -> Float[Array, "B P"]:
+    """Return the cross-entropy at the trained positions, 0 where the target is -1, computing the head only there.
+
+    Log-sum-exp runs in float32 or wider. Logits of at most `chunk` positions exist at a time. Gradients flow to
+    `hidden` alone, never to the head.
+    """
+    picked = jnp.take_along_axis(hidden, trained[..., None], axis=1)
+    flat, wanted = picked.reshape(-1, picked.shape[-1]), targets.reshape(-1)
+    count = flat.shape[0]
+    pieces = -(-count // chunk)
+    rows = -(-count // pieces)
+    flat = jnp.pad(flat, ((0, pieces * rows - count), (0, 0))).reshape(pieces, rows, -1)
+    wanted = jnp.pad(wanted, (0, pieces * rows - count), constant_values=-1).reshape(pieces, rows)
+    with matmul_precision(runtime or Runtime()):
+        out = _losses(model.config.final_softcap, flat, wanted, model.head_weights)
+    return out.reshape(-1)[:count].reshape(targets.shape)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _losses(
+    softcap: float, hidden: Float[Array, "c n D"], targets: Int32[Array, "c n"], head: Float[Array, "V D"]
+) -> Float[Array, "c n"]:
+    return jax.lax.map(lambda chunk: _chunk(softcap, chunk[0], chunk[1], head)[0], (hidden, targets))
+
+
+def _losses_fwd(softcap: float, hidden: Array, targets: Array, head: Array) -> tuple[Array, Array]:
+    def both(chunk: tuple[Array, Array]) -> tuple[Array, Array]:
+        h, t = chunk
+        loss, (logits, lse) = _chunk(softcap, h, t, head)
+        here = jnp.arange(head.shape[0]) == t[:, None]
+        d = jnp.exp(logits - lse[:, None]) - here  # softmax - one-hot
+        d = d * (1 - jnp.square(logits / softcap)) if softcap else d
+        d = jnp.where(t[:, None] >= 0, d, 0).astype(h.dtype)
+        return loss, jnp.einsum("nv,vd->nd", d, head.astype(h.dtype))
+
+    return jax.lax.map(both, (hidden, targets))
+
+
+def _losses_bwd(softcap: float, slope: Array, g: Array) -> tuple[Array, None, None]:
+    """Scale the gradient of each position's own loss: a loss depends on its own position alone."""
+    return (slope * g[..., None].astype(slope.dtype)), None, None
+
+
+_losses.defvjp(_losses_fwd, _losses_bwd)
+
+
+def _chunk(softcap: float, h: Array, t: Array, head: Array) -> tuple[Array, tuple[Array, Array]]:
+    """Return the losses [n] of one chunk, and its logits [n, V] with their log-sum-exp [n]."""
+    logits = vocabulary_logits(h, head, softcap)
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    at_target = jnp.take_along_axis(logits, jnp.maximum(t, 0)[:, None], axis=-1)[:, 0]
+    return jnp.where(t >= 0, lse - at_target, 0.0), (logits, lse)
