@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from plora_jax.data.formats import Format
+from plora_jax.early_stop import READ_BY, EarlyStop, EvalConfig, check_early_stop
 from plora_jax.jobs import JOB_FIELDS
 from plora_jax.schema import section, unknown
 from plora_jax.space import (
@@ -58,23 +59,6 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
-class EvalConfig:
-    """Say how often the jobs are scored on data.eval while they train; always at the end."""
-
-    every_epochs: float | None = setting(
-        None, "score after this share of an epoch, again and again", low=0.0, open_low=True
-    )
-    every_steps: int | None = setting(None, "score after this many optimizer steps, again and again", low=1)
-
-
-@dataclass(frozen=True)
-class EarlyStop:
-    """Say when a job that will not win is stopped."""
-
-    method: Literal["none", "median", "asha"] = setting("none", "the rule")
-
-
-@dataclass(frozen=True)
 class Precision:
     """Say how the frozen base is held; adapters and optimizer are always float32."""
 
@@ -98,8 +82,8 @@ class Sweep:
     data: DataConfig
     search: SearchConfig = field(default=SearchConfig())
     train: TrainConfig = field(default=TrainConfig())
-    eval: EvalConfig = EvalConfig()
-    early_stop: EarlyStop = EarlyStop()
+    eval: EvalConfig = field(default=EvalConfig())
+    early_stop: EarlyStop = field(default=EarlyStop())
     precision: Precision = Precision()
     export: Export = Export()
     devices: str = setting("auto", "auto, cpu, or a count and kind such as 8xA100-40GB")
@@ -199,6 +183,7 @@ def _sweep(raw: dict[str, Any], faults: Faults, base_dir: Path) -> Sweep:
     _check_path(("model",), top["model"], base_dir, faults)
     if None not in (parts["eval"].get("every_epochs"), parts["eval"].get("every_steps")):
         faults.add(("eval",), "every_epochs and every_steps are both given; keep one of them")
+    check_early_stop(parts["early_stop"], faults)
     train = read_train(raw.get("train"), faults, SECTION_OF)
     search = read_search(raw, train, faults, SECTION_OF)
     faults.check()
@@ -282,6 +267,10 @@ def unsupported(sweep: Sweep) -> list[str]:
         out.append("eval: jobs are scored at their end only so far; leave every_epochs and every_steps out")
     if sweep.early_stop.method != "none":
         out.append(f"early_stop.method: {sweep.early_stop.method} can be planned but not run yet; use none")
+    if sweep.search.strategy == "optuna":
+        out.append("search.method: optuna can be planned but not run yet; use grid or random")
+    elif (sweep.search.budget.gpu_hours, sweep.search.budget.tokens) != (None, None):
+        out.append("search.budget: only jobs are counted so far; leave gpu_hours and tokens out")
     return out
 
 
@@ -304,8 +293,12 @@ def resolved(sweep: Sweep) -> str:
         n: {a.kind: [a.low, a.high]} if isinstance(a, Range) else list(a) for n, a in axes
     }
     search |= {"jobs": [dict(job) for job in jobs] if jobs is not None else None}
-    search |= {"sample": sweep.search.sample, "seed": sweep.search.seed}
+    search |= {n: getattr(sweep.search, n) for n in ("method", "sample", "seed")}
+    search |= {"sampler": sweep.search.sampler if sweep.search.strategy == "optuna" else None}
+    search |= {"budget": vars(sweep.search.budget)}
     sections = {name: vars(getattr(sweep, name)) for name in SECTIONS}
+    stop = sections["early_stop"]
+    sections["early_stop"] = {n: stop[n] for n in ("method", *READ_BY[stop["method"]])}
     values = sections | {"model": sweep.model, "search": search, "train": train, "devices": sweep.devices}
     values |= {"base_dir": str(sweep.base_dir)}
     return dump_yaml({name: _plain(values[name]) for name in TOP if _plain(values[name]) != {}})

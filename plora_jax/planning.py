@@ -3,9 +3,10 @@
 import math
 import shutil
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import NamedTuple
 
 import planner
@@ -13,6 +14,7 @@ from planner.devices import DEVICES
 from plora_jax.config import Sweep
 from plora_jax.data.examples import Examples
 from plora_jax.data.layout import steps_per_epoch, total_steps
+from plora_jax.early_stop import EarlyStop, bracket_of
 from plora_jax.errors import UserError
 from plora_jax.jobs import LINEAR, Job
 from plora_jax.machine import Gpu, cores, memory_bytes, visible_gpus
@@ -77,7 +79,7 @@ class Problem(NamedTuple):
     shape: planner.ModelShape
     devices: planner.Devices
     precision: str
-    early_stop: str
+    early_stop: EarlyStop
     notes: tuple[str, ...] = ()
 
 
@@ -139,10 +141,19 @@ def _problem(
 ) -> Problem:
     asked = sweep.precision.base
     precision = asked if asked != "auto" else "fp32" if devices.spec.name == "cpu" else "bf16"
-    stop = sweep.early_stop.method
-    if stop not in ("none", "asha"):
-        notes = (*notes, f"early_stop: {stop} is not simulated; the makespan is that without stops")
+    stop = sweep.early_stop
+    if stop.method != "none" and _stops(stop) is None:
+        notes = (*notes, f"early_stop: {stop.method} is not simulated; the makespan is that without stops")
     return Problem(jobs, specs, model_shape(config, sweep.model), devices, precision, stop, notes)
+
+
+def _stops(config: EarlyStop) -> Callable[[planner.JobSpec, Random], float] | None:
+    """Return the planner's simulation of a rule; None for a rule whose stops depend on the curves."""
+    if config.method not in ("asha", "halving"):
+        return None
+    brackets = range(config.brackets)
+    stops = [planner.asha_stops(config.reduction_factor, config.rungs(bracket)) for bracket in brackets]
+    return lambda job, rng: stops[bracket_of(job.job_id, config)](job, rng)
 
 
 def solve(problem: Problem, cost_model: planner.CostModel | None = None) -> planner.Plan:
@@ -151,7 +162,7 @@ def solve(problem: Problem, cost_model: planner.CostModel | None = None) -> plan
     Raises:
       UserError: no plan is possible; the message says why.
     """
-    options = planner.Options(early_stop=planner.asha_stops() if problem.early_stop == "asha" else None)
+    options = planner.Options(early_stop=_stops(problem.early_stop))
     try:
         plan = planner.make_plan(
             problem.specs,

@@ -40,6 +40,12 @@ SPOKEN = {  # what users of other tools write, and the word here
     "max_seq_length": "max_length",
     "num_samples": "sample",
     "n": "sample",
+    "strategy": "method",
+    "n_trials": "budget",
+    "max_trials": "budget",
+    "eta": "reduction_factor",
+    "min_resource": "grace_period",
+    "every": "every_epochs",
 }
 
 

@@ -1,7 +1,7 @@
 """The search space of a sweep: axes, samples, literal lists, and what all jobs share, read and checked."""
 
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from plora_jax.jobs import JOB_FIELDS
 from plora_jax.schema import allowed, convert, section, unknown
@@ -27,6 +27,10 @@ SEARCHABLE = [name for name in JOB_FIELDS if name != "seed"] + [RATIO]  # search
 BELONGS = {name: "search or train" for name in [*JOB_FIELDS, RATIO] if name not in ("train", "seed")}
 BELONGS |= {
     "sample": "search",
+    "budget": "search",
+    "sampler": "search",
+    "gpu_hours": "search.budget",
+    "tokens": "search.budget",
     "jobs": "search",
     "seeds": "train",
     "seed": "train or search",
@@ -46,16 +50,54 @@ class Range:
 Axis = tuple[Any, ...] | Range
 
 
+class Spent(NamedTuple):
+    """Count what a sweep has used: jobs begun, seconds of device time, tokens trained."""
+
+    jobs: int = 0
+    device_seconds: float = 0.0
+    tokens: float = 0.0
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Limit a search; no job is begun after the first limit is reached, and those that run are finished."""
+
+    jobs: int | None = setting(None, "jobs to train, repeats over train.seeds included", low=1, high=100_000)
+    gpu_hours: float | None = setting(None, "hours of device time", low=0.0, open_low=True)
+    tokens: float | None = setting(None, "tokens to train", low=0.0, open_low=True)
+
+    def left(self, spent: Spent) -> bool:
+        """Say whether another job may begin."""
+        used = (
+            (self.jobs, spent.jobs),
+            (self.gpu_hours, spent.device_seconds / 3600),
+            (self.tokens, spent.tokens),
+        )
+        return all(limit is None or count < limit for limit, count in used)
+
+
 @dataclass(frozen=True)
 class SearchConfig:
-    """Span the configurations: axes of job fields (a grid, or `sample` draws from it), or a literal list."""
+    """Span the configurations: axes of job fields and how they are drawn from, or a literal list."""
 
     axes: tuple[tuple[str, Axis], ...] = ()
-    sample: int | None = setting(
-        None, "how many configurations to draw; none: the whole grid", low=1, high=100_000
+    method: Literal["grid", "random", "optuna"] | None = setting(
+        None, "every combination, random draws, or Optuna's; none: random with `sample`, else grid"
     )
-    seed: int = setting(0, "draws the sample, nothing else", low=0, high=2**31 - 1)
+    sampler: Literal["tpe", "gp", "cmaes", "qmc", "random"] = setting("tpe", "the sampler of method: optuna")
+    sample: int | None = setting(
+        None, "how many different configurations to draw at random", low=1, high=100_000
+    )
+    budget: Budget = Budget()
+    seed: int = setting(0, "draws the configurations, nothing else", low=0, high=2**31 - 1)
     jobs: tuple[tuple[tuple[str, Any], ...], ...] | None = None
+
+    @property
+    def strategy(self) -> str:
+        """Return how the jobs are found: list, grid, random or optuna."""
+        return (
+            "list" if self.jobs is not None else self.method or ("grid" if self.sample is None else "random")
+        )
 
 
 @dataclass(frozen=True)
@@ -68,7 +110,7 @@ class TrainConfig:
     )
     keep: Literal["best", "last"] = setting(
         "best",
-        "export the adapter of the best evaluation, or the last one; jobs are scored once, at the end: both are it",
+        "export the adapter of the best evaluation, or the last one; without `eval` and `early_stop` both are it",
     )
 
 
@@ -209,12 +251,15 @@ def read_search(
         found["jobs"], where = raw["jobs"], ("jobs",)
     own = {f.name: f for f in fields(SearchConfig) if f.metadata}
     rest = section({k: v for k, v in found.items() if k in own}, ("search",), own, faults, {})
+    limits = {f.name: f for f in fields(Budget)}
+    rest["budget"] = Budget(**section(found.get("budget"), ("search", "budget"), limits, faults, belongs))
     axes: list[tuple[str, Axis]] = []
+    keys = [*own, "budget", "jobs"]
     for key, value in found.items():
         if key in SEARCHABLE:
             axes.append((key, _axis(key, value, ("search", key), faults)))
-        elif key not in ["sample", "seed", "jobs"]:
-            faults.add(("search", key), unknown(key, [*SEARCHABLE, "sample", "seed", "jobs"], belongs))
+        elif key not in keys:
+            faults.add(("search", key), unknown(key, [*SEARCHABLE, *keys], belongs))
     given, fixed = {name for name, _ in axes}, dict(train.fixed)
     for name in sorted(given & set(fixed)):
         faults.add(("search", name), "is fixed under train as well; keep one of them")
@@ -227,16 +272,47 @@ def read_search(
                 )
     jobs = None
     if "jobs" in found:
-        if axes or "sample" in found:
+        if axes or set(found) - {"jobs", "seed"}:
             others = [name for name in found if name not in ("jobs", "seed")]
             faults.add(where, f"a literal list excludes {', '.join(others)}")
         jobs = _literal(found["jobs"], where, bool(train.seeds), faults, belongs)
-    elif "sample" not in found:
-        for name, axis in axes:
-            if isinstance(axis, Range):
-                faults.add(("search", name), "a range needs `sample: N`; or list the values")
+    search = SearchConfig(tuple(axes), jobs=jobs, **rest)
+    if jobs is None and (found.get("method") is None or "method" in rest):
+        _check_method(search, {key for key, value in found.items() if value not in (None, {})}, train, faults)
     _check_unused(fixed, axes, jobs, faults)
-    return SearchConfig(tuple(axes), jobs=jobs, **rest)
+    return search
+
+
+def _check_method(search: SearchConfig, given: set[str], train: TrainConfig, faults: Faults) -> None:
+    """Refuse what the way of drawing does not read, and what it lacks."""
+    method, budget = search.strategy, search.budget
+    if "sampler" in given and method != "optuna":
+        faults.add(("search", "sampler"), "has no effect without method: optuna")
+    if "sample" in given and method != "random":
+        instead = "give budget: {jobs: N}" if method == "optuna" else "use method: random or leave it out"
+        faults.add(("search", "sample"), f"has no effect with method: {method}; {instead}")
+    if "budget" in given and method == "grid":
+        faults.add(("search", "budget"), "needs method: random or optuna; a grid is trained whole")
+    if method == "grid":
+        for name, axis in search.axes:
+            if isinstance(axis, Range):
+                faults.add(
+                    ("search", name), "a range needs `sample: N` or a method that draws; or list the values"
+                )
+        return
+    if "sample" in given and budget.jobs is not None:
+        faults.add(("search", "sample"), "contradicts budget.jobs; keep one of them")
+    if search.sample is None and "budget" not in given:
+        faults.add(("search", "budget"), f"is missing; method: {method} needs one such as {{jobs: 40}}")
+    if budget.jobs is not None and budget.jobs < len(train.seeds):
+        faults.add(
+            ("search", "budget", "jobs"),
+            f"{budget.jobs} is less than one configuration with each of {len(train.seeds)} train.seeds",
+        )
+    if method == "optuna" and not any(isinstance(axis, Range) or len(axis) > 1 for _, axis in search.axes):
+        faults.add(
+            ("search",), "method: optuna needs an axis with two values or a range, such as rank: [8, 16]"
+        )
 
 
 def _literal(

@@ -45,6 +45,7 @@ def page(text: str) -> str:
     sections = {
         **config.SECTIONS,
         "search": space.SearchConfig,
+        "budget": space.Budget,
         "train": space.TrainConfig,
         "sweep": config.Sweep,
     }

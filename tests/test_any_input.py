@@ -20,7 +20,11 @@ junk = st.recursive(
 )
 LEAVES = [
     *(("data", name) for name in ("train", "eval", "max_length", "metric", "choices", "on_long", "buckets")),
-    *(("search", name) for name in ("rank", "learning_rate", "alpha_ratio", "sample", "jobs", "seed")),
+    *(
+        ("search", name)
+        for name in ("rank", "learning_rate", "alpha_ratio", "sample", "jobs", "seed", "method", "budget")
+    ),
+    *(("early_stop", name) for name in ("grace_period", "brackets", "every")),
     *(("train", name) for name in ("batch_size", "epochs", "targets", "seeds", "optimizer", "rank_pattern")),
     *((name,) for name in ("model", "data", "search", "train", "precision", "devices", "early_stop", "eval")),
 ]
@@ -51,6 +55,7 @@ def test_any_value_in_any_place(place: tuple[str, ...], value: Any, tmp_path: Pa
         "data": dict(DATA),
         "search": {"rank": [4, 8]},
         "train": {"batch_size": 2},
+        "early_stop": {},
     }
     inner = sweep
     for name in place[:-1]:

@@ -118,6 +118,27 @@ SWEEPS: list[tuple[dict[str, Any], str]] = [
     ({"eval": {"every_steps": 0}}, "eval.every_steps (line 16): 0 is too small"),
     ({"early_stop": {"method": "asah"}}, "did you mean asha?"),
     ({"early_stop": "asha"}, "is not a mapping"),
+    (
+        {"early_stop": {"method": "asha", "reduction_factor": 1}},
+        "1 is too small; expected a whole number from 2",
+    ),
+    (
+        {"early_stop": {"method": "asha", "grace_period": 1}},
+        "1 is too large; expected a number > 0 and ≤ 0.99",
+    ),
+    ({"early_stop": {"method": "halving", "cohort": 1}}, "1 is too small; expected a whole number ≥ 2"),
+    ({"early_stop": {"method": "median", "every": 0}}, "0 is too small; expected a number from 0.001 to 0.5"),
+    ({"early_stop": {"method": "plateau", "patience": 0}}, "0 is too small; expected a whole number ≥ 1"),
+    (
+        {"search": {"rank": [4, 8], "method": "tpe", "budget": {"jobs": 2}}},
+        "sweep.yaml: search.method (line 10)",
+    ),
+    ({"search": {"rank": [4, 8], "method": "optuna", "sampler": "tpee"}}, "did you mean tpe?"),
+    ({"search": {"rank": [4, 8], "method": "optuna", "budget": 40}}, "40 is not a mapping; known keys: jobs"),
+    (
+        {"search": {"rank": [4, 8], "method": "optuna", "budget": {"gpu_hours": 0}}},
+        "search.budget.gpu_hours (line 12): 0 is too small",
+    ),
     ({"precision": "fp31"}, "(did you mean fp32?)"),
     ({"precision": {"base": 16}}, "precision.base (line 16): 16 is not known"),
     ({"precision": {"compute": "bf16"}}, "precision.compute (line 16): unknown key"),
@@ -344,6 +365,14 @@ def test_a_directory_already_used(tmp_path: Path) -> None:
         ),
         ({"data": GOOD_DATA | {"metric": "my.module:score"}}, "data.metric: my.module:score is not scored"),
         ({"eval": {"every_steps": 5}}, "eval: jobs are scored at their end only"),
+        (
+            {"search": {"rank": [4, 8], "method": "optuna", "budget": {"jobs": 2}}},
+            "search.method: optuna can be planned but not run yet",
+        ),
+        (
+            {"search": {"rank": [4, 8], "method": "random", "budget": {"gpu_hours": 1}}},
+            "search.budget: only jobs are counted so far",
+        ),
     ],
 )
 def test_what_can_be_planned_but_not_run(changes: dict[str, Any], says: str, tmp_path: Path) -> None:

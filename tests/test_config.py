@@ -107,6 +107,18 @@ def test_every_fault_is_told_at_once_with_its_line() -> None:
         ),
         ("epoch: 3", "epoch (line 3): unknown key here; epochs belongs under search or train"),
         ("colour: 3", "colour (line 3): unknown key; known here: model, data"),
+        ("search: {budget: {job: 3}}", "search.budget.job (line 3): unknown key; did you mean jobs?"),
+        (
+            "search: {gpu_hours: 3}",
+            "search.gpu_hours (line 3): unknown key here; gpu_hours belongs under search.budget",
+        ),
+        ("search: {n_trials: 3}", "search.n_trials (line 3): unknown key; did you mean budget?"),
+        ("early_stop: {eta: 3}", "early_stop.eta (line 3): unknown key; did you mean reduction_factor?"),
+        (
+            "early_stop: {sampler: tpe}",
+            "early_stop.sampler (line 3): unknown key here; sampler belongs under search",
+        ),
+        ("eval: {every: 3}", "eval.every (line 3): unknown key; did you mean every_epochs?"),
         ("export: {base_modle: x}", "export.base_modle (line 3): unknown key; did you mean base_model?"),
     ],
 )
@@ -145,6 +157,70 @@ def test_an_unknown_key_says_what_was_meant(text: str, says: str) -> None:
         (
             "eval: {every_steps: 1, every_epochs: 1}",
             "eval (line 3): every_epochs and every_steps are both given",
+        ),
+        (
+            "search: {rank: [8, 16], sampler: gp}",
+            "search.sampler (line 3): has no effect without method: optuna",
+        ),
+        (
+            "search: {rank: [8, 16], method: grid, sample: 2}",
+            "search.sample (line 3): has no effect with method: grid; use method: random",
+        ),
+        (
+            "search: {rank: [8, 16], method: optuna, sample: 2}",
+            "search.sample (line 3): has no effect with method: optuna; give budget: {jobs: N}",
+        ),
+        (
+            "search: {rank: [8, 16], budget: {jobs: 2}}",
+            "search.budget (line 3): needs method: random or optuna",
+        ),
+        (
+            "search: {rank: [8, 16], sample: 2, budget: {jobs: 2}}",
+            "search.sample (line 3): contradicts budget.jobs",
+        ),
+        (
+            "search: {rank: [8, 16], method: random}",
+            "search.budget (line 3): is missing; method: random needs",
+        ),
+        (
+            "search: {rank: [8, 16], method: optuna}",
+            "search.budget (line 3): is missing; method: optuna needs",
+        ),
+        (
+            "search: {rank: [8, 16], method: optuna, budget: {}}",
+            "search.budget (line 3): is missing; method: optuna needs",
+        ),
+        (
+            "search: {rank: [8], method: optuna, budget: {jobs: 2}}",
+            "search (line 3): method: optuna needs an axis with two values",
+        ),
+        (
+            "search: {rank: [8, 16], method: random, budget: {jobs: 2}}\ntrain: {seeds: [0, 1, 2]}",
+            "search.budget.jobs (line 3): 2 is less than one configuration with each of 3 train.seeds",
+        ),
+        (
+            "search: {jobs: [{rank: 8}], method: optuna}",
+            "search.jobs (line 3): a literal list excludes method",
+        ),
+        (
+            "search: {jobs: [{rank: 8}], budget: {jobs: 1}}",
+            "search.jobs (line 3): a literal list excludes budget",
+        ),
+        (
+            "search: {rank: {uniform: [8, 16]}, method: grid}",
+            "search.rank (line 3): a range needs `sample: N`",
+        ),
+        (
+            "early_stop: {method: asha, patience: 3}",
+            "early_stop.patience (line 3): has no effect with method: asha; it belongs to plateau",
+        ),
+        (
+            "early_stop: {grace_period: 0.1}",
+            "early_stop.grace_period (line 3): has no effect with method: none; it belongs to median, asha,",
+        ),
+        (
+            "early_stop: {method: asha, brackets: 3}",
+            "early_stop.brackets (line 3): 3 is too large; there are 2 rungs to start from",
         ),
         ("model: again", "model (line 1): is given again in line 3"),
         ("train: {eps: 1.0, eps: 2.0}", "train.eps (line 3): is given again in line 3"),
@@ -228,11 +304,15 @@ def test_precision_may_be_one_word() -> None:
     [
         ("precision: nf4", "nf4"),
         ("early_stop: {method: asha}", "asha"),
+        ("eval: {every_steps: 5}", "eval"),
+        ("search: {rank: [4, 8], method: optuna, budget: {jobs: 2}}", "optuna"),
+        ("search: {rank: [4, 8], method: random, budget: {tokens: 2e9}}", "tokens"),
     ],
 )
 def test_what_is_planned_but_not_run_is_named(text: str, names: str) -> None:
     [sentence] = unsupported(parse_sweep(BASE + text))
     assert names in sentence and unsupported(parse_sweep(BASE)) == []
+    assert unsupported(parse_sweep(BASE + "search: {rank: [4, 8], method: random, budget: {jobs: 2}}")) == []
 
 
 def same_but_for_spelled_defaults(one: Sweep, other: Sweep) -> bool:
@@ -250,6 +330,12 @@ def same_but_for_spelled_defaults(one: Sweep, other: Sweep) -> bool:
         "search: {targets: [[q_proj, v_proj], all-linear]}\ndevices: 2xH100\nprecision: bf16",
         "train: {init_adapter: some/adapter, max_steps: 4}\neval: {every_steps: 2}",
         "export: {base_model: '0x1F'}",
+        "search: {rank: [8, 16], method: random, budget: {jobs: 7, gpu_hours: 0.5, tokens: 1e9}}",
+        "search: {rank: [8, 16], method: optuna, sampler: cmaes, budget: {jobs: 2}, seed: 3}",
+        "early_stop: {method: asha, reduction_factor: 4, brackets: 2, grace_period: 0.01}",
+        "early_stop: {method: halving, cohort: 8}",
+        "early_stop: {method: plateau, patience: 2, min_delta: 0.01, max_loss_ratio: 3, every: 0.25}",
+        "early_stop: {method: median, min_jobs: 5, grace_period: 0.3}\neval: {every_epochs: 0.5}",
     ],
 )
 def test_the_resolved_file_reads_back_as_the_same_sweep(text: str) -> None:
