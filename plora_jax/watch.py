@@ -166,7 +166,12 @@ def _board(view: RunView, most: int) -> Table:
     names = [name for name in view.varied() if any(job.fields.get(name) is not None for job in view.jobs)][:5]
     fields = [(SHORT.get(name, name), "right") for name in names]
     table = _table(
-        ("", "right"), ("job", "left"), (plain(view.metric, 24), "right"), ("loss", "right"), *fields, ("", "left")
+        ("", "right"),
+        ("job", "left"),
+        (plain(view.metric, 24), "right"),
+        ("loss", "right"),
+        *fields,
+        ("", "left"),
     )
     base = [number(view.base.get(name)) for name in ("score", "loss")]
     if base[0] is not None:
