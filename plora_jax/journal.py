@@ -9,6 +9,7 @@ import errno
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -187,7 +188,8 @@ class Journal:
     def extend(self, lines: list[tuple[str, dict[str, Any]]]) -> None:
         """Append decisions that belong together, flushed to disk once."""
         with self.locked():
-            made = [{"kind": kind, **fields} for kind, fields in lines]
+            now = round(time.time(), 3)  # for the reader of a report: nothing is decided by it
+            made = [{"kind": kind, "time": now, **fields} for kind, fields in lines]
             data = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in made).encode()
             if self._file.write(data) < len(data):  # the half line is cut by whoever appends next
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))

@@ -15,8 +15,8 @@ from plora_jax.errors import UserError
 from plora_jax.figures import curves, knobs, parallel, shades
 from plora_jax.model_card import peft_code, vllm_command
 from plora_jax.rundir import write_atomic
-from plora_jax.runfiles import RunFiles, number
-from plora_jax.runview import JobView, RunView, entries, job_of, kind, mapping, read_view
+from plora_jax.runfiles import RunFiles, entries, job_of, kind, mapping, number
+from plora_jax.runview import JobView, RunView, read_view
 from plora_jax.scale import Scale, make_scale, short, span
 from plora_jax.stats import label
 from plora_jax.timeline import timeline
@@ -229,18 +229,25 @@ def _reasons(view: RunView) -> list[dict[str, Any]]:
 def _troubles(view: RunView) -> list[dict[str, str]]:
     """Return what went wrong with workers and devices, and what was done about it."""
     out = []
+    seen = any(kind(line) == "worker_lost" for line in view.log)
     for line in view.log:
         what, when = kind(line), number(line.get("time"))
-        if what not in ("lost", "limit"):
+        if what not in ("lost", "limit", "worker_lost"):
             continue
+        if what == "lost" and seen and line.get("cause") == "its worker was killed":
+            continue  # told already, when it happened, with the cause
         where = " ".join(
             f"{name} {line[name]}" for name in ("worker", "pack") if line.get(name) not in (None, "")
         )
-        if what == "lost":
+        if what != "limit":
             text = str(line.get("cause") or "no cause was found")
         else:
-            changes = [f"{name} {label(line[name])}" for name in ("slots", "m", "policy") if name in line]
-            text = "out of device memory; went on with " + (", ".join(changes) or "a smaller step")
+            slots, m, policy = (
+                len(entries(line.get("slots"))),
+                label(line.get("m")),
+                label(line.get("policy")),
+            )
+            text = f"out of device memory; went on with {slots} slots, m {m}, recomputing {policy}"
         at = "" if when is None else span(view.clock(when))
         out.append({"at": at, "where": where, "what": text[:MAX_REASON], "job": job_of(line)})
     return out
@@ -288,7 +295,7 @@ def _facts(view: RunView, varied: list[str]) -> list[tuple[str, str]]:
         ("search", _listed(search, "sample", "strategy", "budget", "seed")),
         ("seeds of the jobs", _seeds(view)),
         ("early stopping", _listed(mapping(sweep.get("early_stop")))),
-        ("device", started.get("device")),
+        ("device", _device(started)),
         ("plan", _plan_words(plan)),
         ("versions", _versions(started.get("versions"))),
         ("started", time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(view.first)) if view.first else ""),
@@ -335,6 +342,15 @@ def _plan_words(plan: dict[str, Any]) -> str:
     if makespan and times:
         parts.append(f"predicted {span(makespan)} against {', '.join(times)}")
     return "; ".join(parts)
+
+
+def _device(started: dict[str, Any]) -> str:
+    devices = mapping(started.get("devices"))
+    name, count = (
+        mapping(devices.get("spec")).get("name") or started.get("device"),
+        number(devices.get("count")),
+    )
+    return "" if not name else f"{count:g} × {name}" if count else str(name)
 
 
 def _versions(value: Any) -> str:

@@ -108,7 +108,7 @@ class RunDirectory:
 
 def is_run(path: Path) -> bool:
     """Tell whether a directory is that of a sweep, however far it came."""
-    return any((path / name).exists() for name in ("sweep.yaml", "journal.jsonl", "events.jsonl", ".lock"))
+    return any((path / name).exists() for name in ("journal.jsonl", "events.jsonl", ".lock"))
 
 
 def check_unused(out: Path, resume: bool) -> None:

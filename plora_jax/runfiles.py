@@ -18,11 +18,6 @@ MARKS = (
 STATE = (*MARKS, "base.json", "test.json", "sweep.yaml", ".lock")
 
 
-def is_run(path: Path) -> bool:
-    """Say whether a directory is that of a run."""
-    return any((path / name).is_file() for name in MARKS)
-
-
 def number(value: Any) -> float | None:
     """Return a finite number as a float; None for all else (text, truth values, NaN, infinities)."""
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -31,6 +26,32 @@ def number(value: Any) -> float | None:
         return float(value) if float(value) - float(value) == 0.0 else None
     except OverflowError:
         return None
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """Return an object as it is; an empty one for anything else."""
+    return value if isinstance(value, dict) else {}
+
+
+def entries(value: Any) -> list[Any]:
+    """Return a list as it is; an empty one for anything else."""
+    return value if isinstance(value, list) else []
+
+
+def mappings(value: Any) -> list[dict[str, Any]]:
+    """Return the objects of a list; none where it is no list."""
+    return [one for one in entries(value) if isinstance(one, dict)]
+
+
+def kind(line: dict[str, Any]) -> str:
+    """Return what a line of the journal or of the events tells."""
+    return str(line.get("kind") or line.get("event") or "")
+
+
+def job_of(line: dict[str, Any]) -> str:
+    """Return the job that a line is about, empty if none."""
+    name = line.get("job_id") or line.get("job")
+    return name if isinstance(name, str) else ""
 
 
 def parse_lines(data: bytes) -> list[dict[str, Any]]:

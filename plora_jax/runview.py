@@ -4,20 +4,21 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from plora_jax.errors import UserError
 from plora_jax.jobs import JOB_FIELDS
 from plora_jax.leaderboard import rank_rows
-from plora_jax.runfiles import RunFiles, is_run, number
+from plora_jax.rundir import is_run
+from plora_jax.runfiles import RunFiles, entries, job_of, kind, mapping, mappings, number
+from plora_jax.spans import ENDS, Bar, Span, fold
 from plora_jax.stats import wilson
 
 FRESH_S = 60.0  # a run of another machine, whose lock cannot be seen, goes on if it wrote within this time
 PAUSE_S = 30.0  # a longer silence before a restart is cut out of the time axis
 SHARES = ("choice_accuracy", "exact_match")  # metrics that are the share of right rows
-ENDS = ("completed", "stopped", "failed", "withdrawn")
 STEP = ("step", "loss", "tokens", "lr", "grad_norm")
 EVAL = ("step", "fraction", "score", "loss")
 
@@ -42,29 +43,6 @@ class JobView:
     mean_score: float | None = None
 
 
-class Span(NamedTuple):
-    """Say that a worker held a pack from start to end (run clock, seconds), and how that ended."""
-
-    worker: str
-    pack: str
-    attempt: int
-    start: float
-    end: float
-    how: str  # done | lost | open
-    cause: str
-
-
-class Bar(NamedTuple):
-    """Say that a job was in a slot of a pack, on a worker, from start to end (run clock, seconds)."""
-
-    job_id: str
-    worker: str
-    pack: str
-    slot: int
-    start: float
-    end: float
-
-
 @dataclass
 class RunView:
     """Hold a run: its jobs best first, its workers, its log, and its clock without the pauses."""
@@ -82,6 +60,7 @@ class RunView:
     log: list[dict[str, Any]]  # events and journal in order of time
     samples: dict[str, dict[str, np.ndarray]]  # by worker: time (run clock) and what was measured
     workers: dict[str, dict[str, Any]]
+    packs: dict[str, list[str]] = field(default_factory=dict)  # by pack: its jobs, planned or placed
     spans: list[Span] = field(default_factory=list)
     bars: list[Bar] = field(default_factory=list)
     pauses: list[tuple[float, float]] = field(default_factory=list)  # seconds since the epoch
@@ -103,17 +82,6 @@ class RunView:
         return [name for name in names if len({repr(job.fields.get(name)) for job in self.jobs}) > 1]
 
 
-def kind(line: dict[str, Any]) -> str:
-    """Return what a line of the journal or of the events tells."""
-    return str(line.get("kind") or line.get("event") or "")
-
-
-def job_of(line: dict[str, Any]) -> str:
-    """Return the job that a line is about, empty if none."""
-    name = line.get("job_id") or line.get("job")
-    return name if isinstance(name, str) else ""
-
-
 def read_view(files: RunFiles, now: float | None = None) -> RunView:
     """Return how a run stands at `now` (seconds since the epoch; by default this moment).
 
@@ -121,7 +89,7 @@ def read_view(files: RunFiles, now: float | None = None) -> RunView:
       UserError: the directory is not that of a run.
     """
     if not is_run(files.path):
-        what = "is not a run directory: no events, journal, plan or leaderboard there"
+        what = "is not a run directory: neither journal.jsonl nor events.jsonl is there"
         raise UserError(f"{files.path}: {what if files.path.exists() else 'there is no such directory'}")
     now = time.time() if now is None else now
     journal, events = files.lines("journal.jsonl"), files.lines("events.jsonl")
@@ -153,24 +121,12 @@ def read_view(files: RunFiles, now: float | None = None) -> RunView:
     )
     _set_clock(view, [*journal, *events], starts, now)
     _set_samples(view, events)
-    _set_spans(view, log)
+    view.spans, view.bars = fold(log, view.clock, view.clock(view.last))
     view.jobs = _jobs(files, view, board, journal, plan)
+    for line in journal:
+        for name, pack in mapping(line.get("packs")).items():
+            view.packs[name] = [str(job) for job in entries(mapping(pack).get("jobs"))]
     return view
-
-
-def mapping(value: Any) -> dict[str, Any]:
-    """Return an object as it is; an empty one for anything else."""
-    return value if isinstance(value, dict) else {}
-
-
-def entries(value: Any) -> list[Any]:
-    """Return a list as it is; an empty one for anything else."""
-    return value if isinstance(value, list) else []
-
-
-def mappings(value: Any) -> list[dict[str, Any]]:
-    """Return the objects of a list; none where it is no list."""
-    return [one for one in entries(value) if isinstance(one, dict)]
 
 
 def _sweep(files: RunFiles) -> dict[str, Any]:
@@ -221,54 +177,6 @@ def _set_samples(view: RunView, events: list[dict[str, Any]]) -> None:
                 value = number(line.get(name))
                 columns[name].append(np.nan if value is None else value)
         view.samples[worker] = {name: np.array(column) for name, column in columns.items()}
-
-
-def _set_spans(view: RunView, log: list[dict[str, Any]]) -> None:
-    """Fold claims, places and ends into who held which pack, and which job was in which slot, when."""
-    end_of_run = view.clock(view.last)
-    held: dict[str, tuple[str, int, float]] = {}  # pack → worker, attempt, since
-    placed: dict[str, tuple[str, int, float]] = {}  # job → pack, slot, since
-    bars: list[tuple[str, str, int, float, float]] = []
-
-    def close(pack: str, end: float, how: str, cause: str = "") -> None:
-        if pack in held:
-            worker, attempt, start = held.pop(pack)
-            view.spans.append(Span(worker, pack, attempt, start, max(start, end), how, cause))
-
-    def leave(job: str, end: float) -> None:
-        if job in placed:
-            pack, slot, start = placed.pop(job)
-            bars.append((job, pack, slot, start, max(start, end)))
-
-    for line in log:
-        when = number(line.get("time"))
-        if when is None:
-            continue
-        at, what, pack = view.clock(when), kind(line), str(line.get("pack", ""))
-        if what == "claim":
-            close(pack, at, "lost", "claimed again")
-            held[pack] = (str(line.get("worker", "0")), int(number(line.get("attempt")) or 1), at)
-        elif what == "place" and job_of(line):
-            placed.setdefault(job_of(line), (pack, int(number(line.get("slot")) or 0), at))
-        elif what in ("ended", *ENDS) and job_of(line):
-            leave(job_of(line), at)
-        elif what == "lost":
-            worker, cause = str(line.get("worker", "")), str(line.get("cause", ""))
-            for name in [name for name, holder in held.items() if holder[0] == worker or name == pack]:
-                close(name, at, "lost", cause)
-        elif what == "done":
-            close(pack, at, "done")
-            for job in [job for job, place in placed.items() if place[0] == pack]:
-                leave(job, at)
-    for job in list(placed):
-        leave(job, end_of_run)
-    for pack in list(held):
-        close(pack, end_of_run, "open")
-    for job, pack, slot, start, end in bars:  # cut to the times when a worker held the pack
-        for span in view.spans:
-            a, b = max(start, span.start), min(end, span.end)
-            if span.pack == pack and (b > a or start == end == a):
-                view.bars.append(Bar(job, span.worker, pack, slot, a, b))
 
 
 def _jobs(
@@ -334,10 +242,14 @@ def _settle(job: JobView, row: dict[str, Any]) -> None:
 def _follow(files: RunFiles, view: RunView, jobs: list[JobView], journal: list[dict[str, Any]]) -> None:
     """Add what the logs of jobs tell: how far they came, and how those that have not ended stand."""
     scores = {job_of(line): line for line in journal if kind(line) == "score"}
+    at_work = [mapping(worker.get("jobs")) for worker in view.workers.values()]
     for job in jobs:
         evals = files.columns(f"jobs/{job.job_id}/evals.jsonl", EVAL)
         point = scores.get(job.job_id, {})
         step, fraction = number(point.get("step")), number(point.get("fraction"))
+        share = max(
+            (s for s in (number(jobs.get(job.job_id)) for jobs in at_work) if s is not None), default=None
+        )
         if len(evals["step"]):
             step, fraction = float(evals["step"][-1]), float(evals["fraction"][-1])
         if job.status in ENDS:
@@ -352,10 +264,12 @@ def _follow(files: RunFiles, view: RunView, jobs: list[JobView], journal: list[d
         job.status = "running" if view.state == "running" else "unfinished"
         job.steps = int(steps["step"][-1]) if len(steps["step"]) else int(step or 0)
         job.tokens = int(np.nansum(steps["tokens"]))
-        job.score = number(float(evals["score"][-1])) if len(evals["step"]) else number(point.get("score"))
+        job.score = number(float(evals["score"][-1])) if len(evals["step"]) else number(point.get("value"))
         job.loss = number(float(evals["loss"][-1])) if len(evals["step"]) else number(point.get("loss"))
         if step and fraction and fraction > 0:
             job.fraction = min(job.steps * fraction / step, 1.0)
+        elif share is not None:
+            job.fraction = min(max(share, 0.0), 1.0)
 
 
 def _ordered(jobs: Iterable[JobView], higher_is_better: bool) -> list[JobView]:

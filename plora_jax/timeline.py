@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 
 from plora_jax.figures import binned, path, shades
-from plora_jax.runfiles import number
-from plora_jax.runview import RunView, entries, mappings
+from plora_jax.runfiles import entries, mappings, number
+from plora_jax.runview import RunView
 from plora_jax.scale import Scale, apart, make_scale, span, time_ticks
 
 WIDTH, LEFT, RIGHT = 1080, 92, 84
@@ -46,7 +46,7 @@ def _planned(view: RunView, packs: list[dict[str, Any]]) -> list[dict[str, Any]]
         lane = lanes.setdefault(name, {"name": name, "slots": 1, "bars": [], "spans": []})
         lane["slots"] = max(lane["slots"], slots)
         start, end = (number(pack.get(key)) or 0.0 for key in ("start_s", "end_s"))
-        tip = f"pack {at}: {len(entries(pack.get('jobs')))} jobs, {span(start)} to {span(end)}"
+        tip = f"pack {at + 1}: {len(entries(pack.get('jobs')))} jobs, {span(start)} to {span(end)}"
         lane["spans"].append({"start": start, "end": end, "tip": tip, "how": "done", "slots": slots})
         for one in mappings(pack.get("assign")):
             a, b, slot = (number(one.get(key)) or 0.0 for key in ("start_s", "end_s", "slot"))
@@ -62,12 +62,13 @@ def _ran(view: RunView) -> list[dict[str, Any]]:
     for bar in view.bars:
         sizes[bar.pack] = max(sizes.get(bar.pack, 1), bar.slot + 1)
     for one in sorted(view.spans, key=lambda one: (one.worker, one.start)):
-        lane = lanes.setdefault(one.worker, {"name": one.worker, "slots": 1, "bars": [], "spans": []})
+        named = f"worker {one.worker}" if one.worker.isdecimal() else one.worker
+        lane = lanes.setdefault(one.worker, {"name": named, "slots": 1, "bars": [], "spans": []})
         slots = sizes.get(one.pack, 1)
         lane["slots"] = max(lane["slots"], slots)
         again = f", attempt {one.attempt}" if one.attempt > 1 else ""
         how = f"; lost: {one.cause}" if one.how == "lost" else ""
-        tip = f"{one.worker}, pack {one.pack}{again}: {span(one.start)} to {span(one.end)}{how}"
+        tip = f"{named}, {one.pack}{again}: {span(one.start)} to {span(one.end)}{how}"
         lane["spans"].append({"start": one.start, "end": one.end, "tip": tip, "how": one.how, "slots": slots})
     for bar in view.bars:
         item = _bar(bar.job_id, bar.slot, bar.start, bar.end, colours.get(bar.job_id, "none"))
@@ -131,7 +132,11 @@ def _samples(view: RunView, across: Scale, name: str) -> dict[str, Any] | None:
     top = max([float(np.nanmax(y)) for _, y in lines.values()] + [limit])
     up = make_scale([0.0, top or 1.0], CHART_PX - 8, 10, pad=0.06)
     named = len(lines) <= NAMED
-    texts = [(w, f"c{at}") for at, w in enumerate(lines)] if named else [(f"{len(lines)} workers", "c0")]
+    texts = (
+        [(f"worker {w}" if w.isdecimal() else w, f"c{at}") for at, w in enumerate(lines)]
+        if named
+        else [(f"{len(lines)} workers", "c0")]
+    )
     ends = [up(float(y[-1])) for _, y in lines.values()]
     ends = ends if named else [float(np.median(ends))]
     if limit:

@@ -13,15 +13,16 @@ from rich.table import Table
 from rich.text import Text
 
 from plora_jax.progress import LINE_EVERY_S, clock, make_console
-from plora_jax.runfiles import RunFiles, number
-from plora_jax.runview import ENDS, RunView, job_of, kind, read_view
+from plora_jax.runfiles import RunFiles, job_of, kind, number
+from plora_jax.runview import RunView, read_view
+from plora_jax.spans import ENDS
 from plora_jax.stats import label
 
 EVERY_S = 1.0
 BOARD_ROWS, EVENT_ROWS = 10, 6
 SHORT = {"learning_rate": "lr", "batch_size": "batch", "weight_decay": "decay"}
 STYLES = {"completed": "green", "failed": "red", "running": "cyan", "stopped": "dim", "waiting": "dim"}
-TOLD = ("started", "finished", "claim", "done", "lost", "limit", "withdraw", "verdict", *ENDS)
+TOLD = ("started", "finished", "interrupted", "claim", "done", "lost", "worker_lost", "limit", "added", *ENDS)
 
 
 def watch(run: Path, once: bool = False, console: Console | None = None) -> int:
@@ -203,18 +204,15 @@ def tell(view: RunView, line: dict[str, Any]) -> str:
     said = {
         "claim": "took",
         "done": "finished",
-        "ended": str(line.get("status") or "ended"),
-        "verdict": "judged",
+        "worker_lost": "was lost",
+        "limit": "ran out of device memory",
     }
     words = [clock(view.clock(when)).rjust(7) if when is not None else " " * 7]
-    words += [plain(line[key]) for key in ("worker",) if line.get(key) not in (None, "")]
+    if what in ("claim", "worker_lost") and _told(line, "worker"):
+        words.append(f"worker {plain(line['worker'])}")
     words += [plain(job_of(line), 40)] if job_of(line) else []
     words.append(said.get(what, what))
-    words += [
-        f"{key} {plain(line[key])}"
-        for key in ("pack", "attempt", "jobs", "device", "slots", "m")
-        if _told(line, key)
-    ]
+    words += [f"{key} {plain(line[key])}" for key in ("pack", "jobs", "policy", "m") if _told(line, key)]
     words += [f"– {plain(line[key], 100)}" for key in ("reason", "cause") if _told(line, key)]
     return " ".join(words)
 

@@ -149,20 +149,22 @@ def make_run(
         "metric: choice_accuracy, max_length: 256}\nsearch: {sample: 40, seed: 0}\n"
         f"early_stop: {{method: {'asha' if asha else 'none'}}}\ntrain: {{epochs: 1}}\n"
     )
-    out.event(
-        0, "started", jobs=len(jobs), finished=0, device="NVIDIA H100 80GB HBM3",
-        versions={"plora_jax": "0.1.0", "jax": "0.11.2", "flax": "0.12.10"},
-    )  # fmt: skip
-    out.note(0, "jobs", jobs=[{"job_id": job.job_id, **job.to_dict()} for job in jobs])
+    settings = {"scope": "sweep", "devices": {"spec": {"name": "H100-80GB"}, "count": workers}}
+    versions = {"plora_jax": "0.1.0", "jax": "0.11.2", "flax": "0.12.10"}
+    out.note(0, "settings", settings=settings)
+    out.event(0, "started", jobs=len(jobs), finished=0, versions=versions, **settings)
+    out.note(0, "jobs", jobs={job.job_id: job.to_dict() for job in jobs})
+    out.note(0, "packs", packs={f"pack-{n:03d}": {"jobs": pack.jobs} for n, pack in enumerate(plan.packs, 1)})
     ends = dict.fromkeys(range(workers), 6.0)
     rows: list[dict[str, Any]] = []
     rungs: dict[float, list[float]] = {rung: [] for rung in RUNGS}
     by_id = {job.job_id: job for job in jobs}
-    for number, pack in enumerate(plan.packs):
+    for number, pack in enumerate(plan.packs, 1):
+        held = f"pack-{number:03d}"
         worker = min(ends, key=lambda w: ends[w])
         begun = ends[worker]
-        out.note(begun, "claim", pack=f"p{number}", worker=f"w{worker}", attempt=1)
-        lost = begun + 0.4 * seconds if number == 1 else None
+        out.note(begun, "claim", pack=held, worker=str(worker))
+        lost = begun + 0.4 * seconds if number == 2 else None
         free = [begun + 44.0] * len(pack.slots)
         for name in pack.jobs:
             slot = int(np.argmin(free))
@@ -174,9 +176,9 @@ def make_run(
             if until is not None and place > until:
                 shutil.rmtree(run / "jobs" / name)
                 continue
-            out.note(place, "place", pack=f"p{number}", slot=slot, micro_step=int(place), job=name)
+            out.note(place, "place", pack=held, at=int(place), slot=slot, job_id=name)
             if until is None or free[slot] <= until:
-                out.note(free[slot], "ended", job=name, status=row["status"], reason=row["reason"])
+                out.note(free[slot], "ended", job_id=name, status=row["status"])
                 out.event(free[slot], row["status"], job_id=name, reason=row["reason"])
                 rows.append(row)
                 write_record(run, by_id[name], row)
@@ -184,17 +186,18 @@ def make_run(
                 cut(run / "jobs" / name, (until - place) / took)
         if lost:
             cause = "killed by signal 9 (out of host memory?)"
-            out.note(lost, "lost", worker=f"w{worker}", cause=cause)
-            out.note(lost + 45, "claim", pack=f"p{number}", worker=f"w{worker}", attempt=2)
+            out.event(lost, "worker_lost", worker=str(worker), cause=cause, left=False)
+            out.note(lost + 45, "lost", pack=held, cause="its worker was killed")
+            out.note(lost + 45, "claim", pack=held, worker=str(worker))
         ends[worker] = max(free)
         if until is None or ends[worker] <= until:
-            out.note(ends[worker], "done", pack=f"p{number}")
+            out.note(ends[worker], "done", pack=held)
     last = max(ends.values()) if until is None else until
     sample(out, workers, last, draw)
     base = {"score": 0.5325, "loss": 2.137, "rows": ROWS}
     write_json(run / "base.json", base)
     for w in range(workers):
-        write_json(run / "workers" / f"w{w}.json", heartbeat(f"w{w}", last))
+        write_json(run / "workers" / f"{w}.json", heartbeat(last))
     if until is None:
         finish(run, rank_rows(rows, True), base)
         out.event(last + 5, "finished", failed=sum(row["status"] == "failed" for row in rows))
@@ -296,17 +299,17 @@ def sample(out: Writer, workers: int, last: float, draw: np.random.Generator) ->
             rate = 0.0 if when < 50 else 19_400 + 700 * float(draw.standard_normal()) - 900 * w
             tokens += 10 * rate
             out.event(
-                float(when), "sample", worker=f"w{w}", tokens=int(tokens), tokens_per_s=round(rate, 1),
+                float(when), "sample", worker=str(w), tokens=int(tokens), tokens_per_s=round(rate, 1),
                 device_bytes=int((18 if when < 50 else 61 + 2 * w) * 2**30),
                 device_limit_bytes=72 * 2**30, host_rss_bytes=int(9.5 * 2**30), step_ms=212.0,
             )  # fmt: skip
 
 
-def heartbeat(worker: str, when: float) -> dict[str, Any]:
+def heartbeat(when: float) -> dict[str, Any]:
     """Return what a worker says of itself about once a second."""
     return {
-        "time": START + when, "pid": 4242, "host": "node-1", "pack": "p2", "phase": "training",
-        "work_done": 0.62, "work_total": 1.0, "tokens": 1_234_567, "tokens_per_s": 19_400.0, "micro_step": 2048,
+        "time": START + when, "pid": 4242, "host": "node-1", "pack": "pack-001", "phase": "training, pack-001",
+        "jobs": {}, "tokens": 1_234_567, "tokens_per_s": 19_400.0, "micro_step": 2048,
         "step_ms": 212.0, "host_rss_bytes": 9 * 2**30, "device_bytes": 61 * 2**30,
         "device_limit_bytes": 72 * 2**30,
     }  # fmt: skip

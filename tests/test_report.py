@@ -153,7 +153,7 @@ def test_both_gantt_charts_share_an_axis_and_show_every_job(run: Path) -> None:
     assert {bar["job"] for bar in ran} == {job.job_id for job in view.jobs}
     for bar in ran:
         assert bar["x"] == pytest.approx(figure["left"] + bar["start"] * px, abs=0.11)
-    assert [lane["name"] for lane in figure["ran"]["lanes"]] == ["w0", "w1"]
+    assert [lane["name"] for lane in figure["ran"]["lanes"]] == ["worker 0", "worker 1"]
     assert figure["memory"]["of"] == "device_bytes" and figure["memory"]["limit"] is not None
 
 
@@ -217,7 +217,7 @@ def hostile(run: Path) -> Path:
         f"model: {quoted}\ndata: {{train: {quoted}}}\nearly_stop: {{method: {quoted}}}\n"
     )
     log = Writer(run)
-    for kind in ("started", "claim", "place", "ended", "lost", "limit", "sample", "finished"):
+    for kind in ("started", "claim", "place", "ended", "lost", "worker_lost", "limit", "sample", "finished"):
         fields = {"worker": EVIL, "pack": EVIL, "job": EVIL, "cause": EVIL, "policy": EVIL, "device": EVIL}
         log.note(5, kind, **fields, versions={EVIL: EVIL}, tokens_per_s=3.0, device_bytes=1)
         log.event(9, kind, **fields, versions={EVIL: EVIL}, tokens_per_s=3.0, device_bytes=1)

@@ -61,7 +61,9 @@ def test_a_running_sweep_shows_what_it_has(tmp_path: Path) -> None:
     view = view_of(run, START + 300.0)
     assert view.state == "running"  # its files are new: it may run on another machine
     lines = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
-    placed, ended = ({line["job"] for line in lines if line["kind"] == kind} for kind in ("place", "ended"))
+    placed, ended = (
+        {line["job_id"] for line in lines if line["kind"] == kind} for kind in ("place", "ended")
+    )
     assert {job.job_id for job in view.of_status("running")} == placed - ended and len(placed) >= 10
     assert len(view.of_status("waiting")) == 40 - len(placed) and len(view.jobs) == 40
     job = view.of_status("running")[0]
@@ -97,7 +99,7 @@ def test_who_held_which_pack_and_which_job_was_where(run: Path) -> None:
     assert first.cause.startswith("killed by signal 9") and again.start == pytest.approx(first.end + 45.0)
     journal = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
     placed, ended = (
-        {line["job"]: line["time"] - START for line in journal if line["kind"] == kind}
+        {line["job_id"]: line["time"] - START for line in journal if line["kind"] == kind}
         for kind in ("place", "ended")
     )
     assert {bar.job_id for bar in view.bars} == set(placed)
@@ -152,7 +154,7 @@ def test_the_version_changes_with_every_file_that_is_shown(run: Path, tmp_path: 
         copy / "events.jsonl",
         copy / "journal.jsonl",
         job / "metrics.jsonl",
-        copy / "workers" / "w0.json",
+        copy / "workers" / "0.json",
     ):
         before = files.version()
         assert files.version() == before
