@@ -22,7 +22,20 @@ from tests.tiny import write_sweep, write_weights
 
 ROOT = Path(__file__).parent.parent
 PAPER = ROOT / "scripts" / "sweeps" / "paper.yaml"
-COMMANDS = ("quickstart", "plan", "sweep", "eval", "report", "watch", "merge", "bench", "profile", "doctor")
+COMMANDS = (
+    "quickstart",
+    "plan",
+    "sweep",
+    "add",
+    "stop",
+    "eval",
+    "report",
+    "watch",
+    "merge",
+    "bench",
+    "profile",
+    "doctor",
+)
 
 
 def plora(*argv: str | Path, code: str = "") -> subprocess.CompletedProcess[str]:
