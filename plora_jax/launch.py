@@ -145,7 +145,7 @@ class Pool:
         """Ask all workers to save and to end; end them at once after the grace, or on another Ctrl-C."""
         running = [member.handle for member in self._members if member.handle]
         self._members.clear()
-        with _deaf():
+        with deaf():
             try:
                 for handle in running:
                     handle.terminate()
@@ -170,7 +170,7 @@ def _wait(handles: Sequence[Handle], seconds: float) -> None:
 
 
 @contextmanager
-def _deaf() -> Iterator[None]:
+def deaf() -> Iterator[None]:
     """Hold back SIGTERM, and the alarm by which the command line repeats a signal, while workers are being ended."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGALRM})
     try:

@@ -63,7 +63,7 @@ def worker_env(group: Group, environ: Mapping[str, str]) -> dict[str, str]:
     XLA's pool of CPU threads is as large as NPROC, else as the cores that the process may use.
     """
     env = {**environ, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
-    env["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    env["PYTHONPATH"] = python_path()
     if group.threads:
         env["NPROC"] = str(group.threads)
     if not group.gpus:
@@ -73,6 +73,11 @@ def worker_env(group: Group, environ: Mapping[str, str]) -> dict[str, str]:
     if group.devices:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(group.devices)
     return env
+
+
+def python_path() -> str:
+    """Return PYTHONPATH for another Python to find what this one finds."""
+    return os.pathsep.join(path or os.getcwd() for path in sys.path)
 
 
 class WorkerProcess:

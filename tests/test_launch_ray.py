@@ -1,0 +1,113 @@
+"""Workers on a Ray cluster of several nodes on this machine, one of which is lost."""
+
+import fcntl
+import signal
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ray = pytest.importorskip("ray")
+
+from plora_jax.errors import UserError  # noqa: E402
+from plora_jax.launch import Restarts  # noqa: E402
+from plora_jax.launch_ray import not_shared, ray_pool, ray_site  # noqa: E402
+from plora_jax.rundir import open_run  # noqa: E402
+from plora_jax.site import LaunchOptions, find_site  # noqa: E402
+from tests.test_launch import pids  # noqa: E402
+from tests.test_process import STANDIN, gone, status, wait_for  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A head without CPUs, and two nodes of two CPUs each."""
+    from ray.cluster_utils import Cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_raylet_start_wait_time_s", "120")  # machines that run tests are busy
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        cluster.two = [cluster.add_node(num_cpus=2) for _ in range(2)]
+        yield cluster
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_cluster_that_loses_a_node(cluster, tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    found = find_site(LaunchOptions("ray", ray_address=cluster.address), "auto")
+    assert signal.getsignal(signal.SIGTERM) is before  # Ray's own would end the driver on the spot
+    assert [(group.worker, group.gpus, group.threads) for group in found.groups] == [("0", 0, 2), ("1", 0, 2)]
+    assert (found.devices.spec.name, found.devices.count, found.devices.spec.cores) == ("cpu", 2, 2)
+
+    with open_run(tmp_path / "run", resume=False) as run:
+        pool = ray_pool(STANDIN, restarts=partial(Restarts, first_s=0.1))
+        pool.start(run.path, found.groups)
+        first = [status(run.path, worker) for worker in "01"]
+        assert [seen["env"]["NPROC"] for seen in first] == ["2", "2"] and pool.poll() == []
+
+        cluster.remove_node(cluster.two[0], allow_graceful=False)
+        [end] = wait_for(pool.poll, 60)
+        assert end.cause.startswith("lost with its node: ") and not end.left
+        lost, kept = first if end.worker == "0" else first[::-1]
+        wait_for(lambda: gone(lost["pid"]), 10)
+        assert not gone(kept["pid"])
+
+        # GPUs that are not there: Ray hands them out by number all the same
+        cluster.add_node(num_cpus=3, num_gpus=2, resources={"accelerator_type:H200": 1})
+        wait_for(lambda: pool.poll() == [] and len(pids(run.path, end.worker)) == 2, 60)
+
+        on_gpus = ray_site(LaunchOptions("ray", workers=3), "auto")
+        assert [(group.gpus, group.threads) for group in on_gpus.groups] == [(1, 1)] * 3
+        assert (on_gpus.devices.spec.name, on_gpus.devices.count) == ("H200", 3)
+        assert on_gpus.note.endswith("has 2 GPUs now: 1 workers wait for more")
+        gpus = ray_pool(STANDIN)
+        gpus.start(run.path, [group._replace(worker=f"gpu{group.worker}") for group in on_gpus.groups[:1]])
+        env = status(run.path, "gpu0")["env"]
+        assert env["CUDA_VISIBLE_DEVICES"] in "01" and env["JAX_PLATFORMS"] == "cuda,cpu"
+
+        begun = time.monotonic()
+        waiting = [
+            group._replace(worker="w", gpus=9) for group in on_gpus.groups[:1]
+        ]  # there is no such node
+        gpus.start(run.path, waiting)
+        pool.stop()
+        gpus.stop()
+        assert time.monotonic() - begun < 20
+        assert all((run.path / f"saved-{worker}").exists() for worker in ("0", "1", "gpu0"))
+        for worker in ("0", "1", "gpu0"):
+            assert all(gone(pid) for pid in pids(run.path, worker))
+
+        (run.path / "finish").touch()
+        pool.start(run.path, found.groups[:1])
+        [end] = wait_for(pool.poll, 60)
+        assert (end.worker, end.cause, end.tail) == ("0", "", "worker 0 is working") and pool.alive() == []
+
+
+def test_a_cluster_that_is_not_there(monkeypatch):
+    if ray.is_initialized():
+        ray.shutdown()
+    with pytest.raises(UserError, match=r"--ray-address 127\.0\.0\.1:1: .*Connection refused"):
+        find_site(LaunchOptions("ray", ray_address="127.0.0.1:1"), "auto")
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:2")
+    with pytest.raises(UserError, match=r"--ray-address 127\.0\.0\.1:2: .*Connection refused"):
+        find_site(LaunchOptions("ray"), "auto")
+
+
+def test_the_run_directory_must_be_the_drivers(tmp_path: Path):
+    assert "does not see" in not_shared(tmp_path / "absent", wait_s=0)
+    with open_run(tmp_path / "run", resume=False) as run:
+        assert not_shared(run.path, wait_s=0) == ""
+        lock = run.path / ".lock"
+        lock.rename(tmp_path / "moved")
+        assert "node" in not_shared(run.path, wait_s=0)
+        lock.touch()  # a file of the same name that the driver does not hold
+        assert "does not see the driver's lock" in not_shared(run.path, wait_s=0)
+    with open(tmp_path / "run" / ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert not_shared(tmp_path / "run", wait_s=0) == ""
