@@ -1,5 +1,6 @@
 """Drive a sweep: read the data, plan, set workers to it, watch them, rank and report."""
 
+import contextlib
 import json
 import os
 import signal
@@ -21,11 +22,13 @@ from plora_jax.jobs import Job
 from plora_jax.journal import Journal
 from plora_jax.launch import Launcher
 from plora_jax.leaderboard import Result, print_leaderboard, rank, read_results, write_leaderboard
+from plora_jax.machine import versions
 from plora_jax.models.find import load_config, load_tokenizer
 from plora_jax.models.load import Base
 from plora_jax.planning import check_disk, disk_bytes, plan_jobs, trained_rows
 from plora_jax.process import Group
 from plora_jax.progress import Progress, make_console, say
+from plora_jax.report import write_report
 from plora_jax.rundir import RunDirectory, check_unused, open_run, write_atomic, write_json
 from plora_jax.site import LaunchOptions, Site, find_site
 from plora_jax.space import EXCLUDES, ONLY_WITH
@@ -159,7 +162,8 @@ def _write_start(
         if plan:
             write_atomic(run.path / "plan.json", plan.to_json())
             journal.add_plan({job.job_id: job.to_dict() for job in left}, plan.to_dict()["packs"])
-    run.event("started", jobs=len(journal.state.jobs), finished=len(journal.state.ended), **settings)
+    counts = {"jobs": len(journal.state.jobs), "finished": len(journal.state.ended)}
+    run.event("started", **counts, versions=versions(), **settings)
 
 
 def _work(job: Job, task: Task, scored: int) -> float:
@@ -249,6 +253,8 @@ def _finish(run: RunDirectory, journal: Journal, sweep: Sweep, console: Console,
     _link_best(run, rows[0])
     run.event("finished", failed=failed)
     print_leaderboard(console, metric, Score(**base), rows, test, out)
+    with contextlib.suppress(UserError):  # said by the leaderboard all the same
+        say(console, f"report: {write_report(run.path)}")
     return int(failed > 0)
 
 

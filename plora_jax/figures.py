@@ -45,15 +45,20 @@ def binned(x: np.ndarray, y: np.ndarray, weight: np.ndarray, most: int) -> Curve
 
 
 def path(x: np.ndarray, y: np.ndarray, across: Scale, up: Scale) -> str:
-    """Return an SVG path; a value that is no number breaks the line."""
-    out, pen = [], "M"
+    """Return an SVG path; a value that is no number breaks the line, and a point by itself is a dot."""
+    out: list[str] = []
+    pen = "M"
     top, bottom = min(up.start, up.end) - 40.0, max(up.start, up.end) + 40.0
     for a, b in zip(x.tolist(), y.tolist(), strict=True):
         if b != b:
+            if pen == "L" and out[-1][0] == "M":
+                out[-1] += "h0"
             pen = "M"
             continue
         out.append(f"{pen}{across(a):g} {min(max(up(b), top), bottom):g}")
         pen = "L"
+    if pen == "L" and out[-1][0] == "M":
+        out[-1] += "h0"
     return "".join(out)
 
 
@@ -109,8 +114,10 @@ def _chart(
     colours, order = shades(view.jobs), [job for job in view.jobs if job.job_id in lines]
     best = order[0].job_id if order[0].score is not None else ""
     drawn = [
-        {"job": job.job_id, "class": colours[job.job_id], "best": job.job_id == best,
-         "d": path(*lines[job.job_id], across, up)}
+        {
+            "job": job.job_id, "class": colours[job.job_id], "best": job.job_id == best,
+            "lone": len(lines[job.job_id][0]) == 1, "d": path(*lines[job.job_id], across, up),
+        }
         for job in reversed(order)
     ]  # fmt: skip
     labels = []

@@ -1,8 +1,11 @@
 """What this machine has: memory, cores and GPUs, found without JAX and without waiting."""
 
+import contextlib
 import os
+import platform
 import shutil
 import subprocess
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +23,15 @@ class Gpu(NamedTuple):
 def cores() -> int:
     """Count the CPU cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that results depend on."""
+    found = {"python": platform.python_version()}
+    for name in ("plora-jax", "jax", "jaxlib", "flax", "optax", "transformers", "numpy"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def memory_bytes() -> int:

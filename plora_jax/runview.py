@@ -139,12 +139,10 @@ def _sweep(files: RunFiles) -> dict[str, Any]:
 
 
 def _state(files: RunFiles, events: list[dict[str, Any]], now: float) -> str:
-    if files.locked():
-        return "running"
     ends = [kind(line) for line in events if kind(line) in ("started", "finished")]
     if (ends and ends[-1] == "finished") or (not ends and files.value("leaderboard.json") is not None):
         return "finished"
-    return "running" if now - files.written() < FRESH_S else "stopped"
+    return "running" if files.locked() or now - files.written() < FRESH_S else "stopped"
 
 
 def _set_clock(view: RunView, lines: list[dict[str, Any]], starts: list[dict[str, Any]], now: float) -> None:

@@ -23,6 +23,7 @@ from plora_jax.peft import import_adapter
 from plora_jax.search import search_jobs
 from tests import tiny
 from tests.models.seeded import seeded
+from tests.page import parse
 
 TRAIN = [
     {"prompt": f"what is the {a} {b} ?", "completion": f" {'yes' if a == b else 'no'}"}
@@ -89,6 +90,10 @@ def test_everything_promised_is_in_the_run_directory(run, sweep_file):
     assert means == sorted(means, reverse=True) and all(row["seeds"] == 2 for row in board["jobs"])
     rows = list(csv.DictReader((run / "leaderboard.csv").open()))
     assert [row["job_id"] for row in rows] == [row["job_id"] for row in board["jobs"]]
+    page = parse((run / "report.html").read_text(encoding="utf-8"))
+    shown = [row.find("code")[0].text for row in page.find("tbody", class_="jobs")[0].find("tr")]
+    assert shown == [row["job_id"] for row in board["jobs"]] and "finished" in page.find("header")[0].text
+    assert len(page.find("svg", class_="lanes")) == 2  # the plan, and what ran
     plan = json.loads((run / "plan.json").read_text())
     assert sorted(a["job_id"] for pack in plan["packs"] for a in pack["assign"]) == sorted(plan["jobs"])
     assert (run / "best" / "adapter_model.safetensors").samefile(
@@ -132,7 +137,7 @@ def test_eval_command_gives_the_leaderboards_numbers(run, sweep_file, tmp_path):
 
 
 def test_a_finished_run_resumes_to_itself(run, sweep_file):
-    logs = ("events.jsonl", "journal.jsonl")
+    logs = ("events.jsonl", "journal.jsonl", "report.html")
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name not in logs}
     assert main(["sweep", str(sweep_file), "--out", str(run), "--resume"]) == 0
     assert {p: p.read_bytes() for p in before} == before

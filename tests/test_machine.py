@@ -1,11 +1,12 @@
 """GPUs as nvidia-smi tells them, and as it fails to."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from plora_jax import machine, planning
-from plora_jax.machine import Gpu, gpus, memory_bytes, visible_gpus
+from plora_jax.machine import Gpu, gpus, memory_bytes, versions, visible_gpus
 
 
 def driver(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
@@ -73,3 +74,12 @@ def test_memory_is_what_the_control_group_leaves(monkeypatch: pytest.MonkeyPatch
     assert memory_bytes() == 4 * 2**30  # 6 GiB allowed, 2 in use
     files["/sys/fs/cgroup/memory.max"] = "max\n"
     assert memory_bytes() == 8 * 2**30
+
+
+def test_versions_are_those_that_run() -> None:
+    import jax
+    import numpy
+
+    found = versions()
+    assert found["jax"] == jax.__version__ and found["numpy"] == numpy.__version__
+    assert found["python"] == sys.version.split()[0]

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from plora_jax.errors import UserError
-from plora_jax.figures import binned, curves, parallel
+from plora_jax.figures import binned, curves, parallel, path
 from plora_jax.jobs import Job
 from plora_jax.report import MAX_REASON, render, tokens, write_report
 from plora_jax.runfiles import RunFiles
 from plora_jax.runview import RunView, read_view
+from plora_jax.scale import Scale
 from plora_jax.stats import label, wilson
 from plora_jax.timeline import timeline
 from tests.made_run import START, Writer, make_jobs, make_run, write_lines
@@ -118,6 +119,10 @@ def test_thinned_curves_keep_the_mean_and_gaps_stay_gaps() -> None:
     np.testing.assert_allclose(
         by, [np.average(y[i : i + 100], weights=weight[i : i + 100]) for i in range(0, 1000, 100)]
     )
+    assert path(np.array([1.0]), np.array([2.0]), Scale(0, 1, 0, 10), Scale(0, 4, 0, 10)) == "M10 5h0"
+    gaps = np.array([1.0, np.nan, 2.0, 3.0, np.nan, 4.0])
+    drawn = path(np.arange(6.0), gaps, Scale(0, 1, 0, 10), Scale(0, 4, 0, 8))
+    assert drawn == "M0 2h0M20 4L30 6M50 8h0"
     y[100:200] = np.nan
     y[250] = np.inf
     _, by = binned(x, y, weight, 10)

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 from plora_jax.errors import UserError
 from plora_jax.runfiles import RunFiles, number, parse_lines
 from plora_jax.runview import RunView, curve, read_view
+from plora_jax.spans import fold
 from tests.made_run import RUNGS, START, Writer, make_jobs, make_run, write_lines
 
 LATER = START + 1e6
@@ -83,13 +85,16 @@ def test_a_running_sweep_shows_what_it_has(tmp_path: Path) -> None:
 def test_a_held_lock_says_that_the_run_goes_on(run: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(run, tmp_path / "copy")
     with open(copy / ".lock", "w") as lock:
-        assert view_of(copy).state == "finished"
+        with (copy / "events.jsonl").open("a") as events:
+            events.write(json.dumps({"time": START + 1e5, "event": "started"}) + "\n")
+        os.utime(copy / "events.jsonl", (START, START))
+        assert read_view(RunFiles(copy), time.time() + 1e5).state == "stopped"
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert view_of(copy).state == "running"
+        assert read_view(RunFiles(copy), time.time() + 1e5).state == "running"
         code = "import fcntl,sys; f=open(sys.argv[1],'w'); fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)"
         held = subprocess.run([sys.executable, "-c", code, copy / ".lock"], capture_output=True)
         assert b"BlockingIOError" in held.stderr  # reading left the lock where it was
-    assert view_of(copy).state == "finished"
+    assert read_view(RunFiles(copy), time.time() + 1e5).state == "stopped"
 
 
 def test_who_held_which_pack_and_which_job_was_where(run: Path) -> None:
@@ -115,6 +120,56 @@ def test_who_held_which_pack_and_which_job_was_where(run: Path) -> None:
     for spans in slots.values():
         spans.sort()
         assert all(a[1] <= b[0] + 1e-6 for a, b in pairwise(spans))
+
+
+def line(when: float, what: str, **fields: object) -> dict[str, object]:
+    return {"time": when, "kind": what, **fields}
+
+
+def test_claims_that_end_in_every_way() -> None:
+    log = [
+        line(0, "claim", pack="p", worker="0"),
+        line(10, "yielded", pack="p"),
+        line(12, "claim", pack="p", worker="1"),
+        line(20, "worker_lost", worker="1", cause="killed"),
+        line(21, "lost", pack="p", cause="its worker was killed"),
+        line(22, "claim", pack="p", worker="0"),
+        line(30, "limit", pack="p"),
+        line(31, "claim", pack="p", worker="0"),
+        line(40, "settings"),
+        line(41, "claim", pack="p", worker="0"),
+        line(50, "done", pack="p"),
+        line(51, "claim", pack="q", worker="0"),
+    ]
+    spans, bars = fold(log, lambda when: when, 60.0)
+    assert [(s.worker, s.attempt, s.start, s.end, s.how, s.cause) for s in spans] == [
+        ("0", 1, 0, 10, "done", ""),
+        ("1", 1, 12, 20, "lost", "killed"),
+        ("0", 2, 22, 30, "lost", "out of device memory"),
+        ("0", 3, 31, 40, "lost", "the run was cut off"),
+        ("0", 4, 41, 50, "done", ""),
+        ("0", 1, 51, 60, "open", ""),
+    ]
+    assert bars == []
+
+
+def test_a_pack_that_shrinks_or_begins_again_moves_its_jobs() -> None:
+    log = [
+        line(0, "claim", pack="p", worker="0"),
+        *[line(1, "place", pack="p", at=0, slot=slot, job_id=job) for slot, job in enumerate("abcd")],
+        line(5, "ended", job_id="a", status="completed"),
+        line(6, "ended", job_id="c", status="failed"),
+        line(7, "shrink", pack="p", at=9, keep=[1, 3], slots=2),
+        line(8, "ended", job_id="b", status="completed"),
+        line(10, "limit", pack="p"),
+        line(10, "claim", pack="p", worker="0"),
+        line(11, "place", pack="p", at=0, slot=0, job_id="d"),
+    ]
+    _, bars = fold(log, lambda when: when, 20.0)
+    assert sorted((b.job_id, b.slot, b.start, b.end) for b in bars) == [
+        ("a", 0, 1, 5), ("b", 0, 7, 8), ("b", 1, 1, 7), ("c", 2, 1, 6), ("d", 0, 11, 20), ("d", 1, 7, 10),
+        ("d", 3, 1, 7),
+    ]  # fmt: skip
 
 
 def test_a_pause_before_a_restart_is_cut_out_of_the_clock(tmp_path: Path) -> None:

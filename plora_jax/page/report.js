@@ -58,7 +58,7 @@
   // ---- the nearest line under the pointer
   function near(svg) {
     const lines = [...svg.querySelectorAll(".line[data-j]")].map((line) => [Number(line.dataset.j), line, null]);
-    const points = (d) => d.split(/[ML]/).slice(1).map((pair) => pair.split(" ").map(Number));
+    const points = (d) => [...d.matchAll(/[ML]([-\d.]+) ([-\d.]+)/g)].map((pair) => [Number(pair[1]), Number(pair[2])]);
     return (event) => {
       const at = new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse());
       let best = null, least = 14 * 14;
