@@ -8,4 +8,7 @@ say "format and lint"
 say "types"
 "$PYTHON" -m mypy --no-error-summary
 say "tests"
+if ! command -v chromedriver >/dev/null || ! command -v chromium chromium-browser google-chrome >/dev/null; then
+    say "no Chromium here: the tests of the report in a browser are skipped (apt install chromium chromium-driver)"
+fi
 exec "$PYTHON" -m pytest -m "not gpu and not long" "$@"
