@@ -14,7 +14,7 @@ import signal
 import threading
 from pathlib import Path
 
-_ENTRY = re.compile(r"([\w-]+)(?::(\d+))?=(kill|term|exit|error|oom|enospc)(?:\+(\d+))?")
+_ENTRY = re.compile(r"([\w.-]+)(?::(\d+))?=(kill|term|exit|error|oom|enospc)(?:\+(\d+))?")
 
 _entries: dict[tuple[str, int], tuple[str, int, str]] = {}  # point, n -> action, delay in ms, entry
 _reached: dict[str, int] = {}
