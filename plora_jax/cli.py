@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 some jobs failed, 2 the input is wrong (one message, nothi
 import argparse
 import contextlib
 import errno
+import math
 import os
 import signal
 import sys
@@ -130,6 +131,16 @@ def _port(text: str) -> int:
     return value
 
 
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return value
+
+
 def _target(text: str) -> Path:
     import tempfile
 
@@ -209,7 +220,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument(
         "--checkpoint-every",
-        type=_count,
+        type=_seconds,
         default=120,
         metavar="S",
         help="seconds between checkpoints (default: 120)",

@@ -18,6 +18,7 @@ from typing import IO, Any
 
 import planner
 from plora_jax.early_stop import Point
+from plora_jax.faults import fault
 
 MAX_ATTEMPTS = 3  # times a pack is begun and lost before its jobs are given up
 BASE, TEST = (
@@ -190,6 +191,7 @@ class Journal:
         with self.locked():
             now = round(time.time(), 3)  # for the reader of a report: nothing is decided by it
             made = [{"kind": kind, "time": now, **fields} for kind, fields in lines]
+            fault("journal")
             data = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in made).encode()
             if self._file.write(data) < len(data):  # the half line is cut by whoever appends next
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
@@ -197,6 +199,7 @@ class Journal:
             self._read_to += len(data)
             for line in made:
                 self.state.apply(line)
+        fault("journal-act")
 
     def add_plan(self, jobs: dict[str, dict[str, Any]], packs: list[dict[str, Any]]) -> None:
         """Add jobs (their fields, by job_id) and the packs they are planned into, as plan.json has them."""

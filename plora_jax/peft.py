@@ -23,6 +23,7 @@ from safetensors.numpy import save_file
 
 from plora_jax.adapters import Adapter, Factors, alphas, match_pattern, max_rank, modules, ranks
 from plora_jax.errors import UserError
+from plora_jax.faults import fault
 from plora_jax.jobs import JOB_FIELDS, LINEAR, Job
 from plora_jax.model_card import model_card
 from plora_jax.models.config import ModelConfig
@@ -107,6 +108,7 @@ def export_adapter(
     (ready / CARD).write_text(model_card(base_name, job, max_rank(config, job)))
     for file in ready.iterdir():
         _sync(file)
+    fault("export-rename")
     replace_directory(ready, target)
     return target
 

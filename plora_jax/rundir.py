@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from plora_jax.errors import UserError
+from plora_jax.faults import fault
 
 
 def write_atomic(path: Path, text: str, *, sync: bool = True) -> None:
@@ -26,6 +27,7 @@ def write_atomic(path: Path, text: str, *, sync: bool = True) -> None:
         file.flush()
         if sync:
             os.fsync(file.fileno())
+    fault(path.name)
     temporary.replace(path)
 
 

@@ -24,7 +24,6 @@ from rich.console import Console
 from plora_jax.config import Sweep, parse_sweep
 from plora_jax.early_stop import make_rule
 from plora_jax.evaluate import HIGHER_IS_BETTER, Score, Scorer, runtime_for
-from plora_jax.faults import fault
 from plora_jax.jobs import Job
 from plora_jax.journal import BASE, MAX_ATTEMPTS, TEST, Journal, RunState, try_lock
 from plora_jax.leaderboard import rank, read_results
@@ -295,7 +294,6 @@ class Worker:
             **more,
             "job": trained.job.to_dict(),
         }
-        fault("record")
         write_json(self.run.job(job_id) / "job.json", record)
         self.journal.append("ended", job_id=job_id, status=status)
         self.run.event(status, job_id=job_id, reason=reason, worker=self.name)

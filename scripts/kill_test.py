@@ -27,8 +27,8 @@ from typing import Any
 
 from tests import tiny
 
-CHECKPOINT_S = 0.2  # seconds between two checkpoints
-LIMIT_S = 300.0  # after which a start of the sweep hangs
+CHECKPOINT_S = 0.5  # seconds between two checkpoints
+LIMIT_S = 900.0  # after which a start of the sweep hangs
 WORDS = tiny.WORDS
 ROWS = [
     {"prompt": f"what is the {a} {b} ?", "completion": f" {c}"}
@@ -36,16 +36,20 @@ ROWS = [
     for b in WORDS[3:8]
     for c in ("yes", "no")
 ]
-POINTS = (
-    "checkpoint",
-    "checkpoint-sync",
-    "checkpoint-commit",
-    "export",
-    "step",
-    "journal",
-    "record",
-    "leaderboard",
-)
+POINTS = {  # and the highest count at which it is drawn
+    "checkpoint": 3,
+    "checkpoint-sync": 3,
+    "checkpoint-commit": 3,
+    "checkpoint-prune": 3,
+    "export": 3,
+    "export-rename": 3,
+    "step": 60,
+    "journal": 12,
+    "journal-act": 12,
+    "job.json": 3,
+    "leaderboard.json": 1,
+    "leaderboard.csv": 1,
+}
 
 
 @dataclass
@@ -102,8 +106,10 @@ class Sweep:
 
     def __init__(self, sweep: Path, run: Path, cache: Path) -> None:
         self.sweep, self.run, self.log = sweep, run, run.with_suffix(".log")
+        kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         self.env = {
-            **os.environ,
+            **kept,
+            "PYTHONPYCACHEPREFIX": str(cache / "bytecode"),
             "PYTHONPATH": str(Path(__file__).parent.parent),
             "JAX_PLATFORMS": "cpu",
             "JAX_COMPILATION_CACHE_DIR": str(cache),
@@ -115,7 +121,7 @@ class Sweep:
     def start(self, faults: str = "") -> None:
         """Start the sweep, or go on with it."""
         command = [sys.executable, "-m", "plora_jax", "sweep", str(self.sweep), "--out", str(self.run)]
-        command += ["--resume", "--workers", "2", "--checkpoint-seconds", str(CHECKPOINT_S)]
+        command += ["--resume", "--workers", "2", "--checkpoint-every", str(CHECKPOINT_S)]
         env = self.env | ({"PLORA_FAULT": faults, "PLORA_FAULT_ONCE": f"{self.run}.once"} if faults else {})
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
@@ -219,12 +225,15 @@ def kill_at_random(
     choose, one = random.Random(seed), Sweep(sweep, run, cache)
     trial, began, made = Trial(seed, sweep.parent.name), time.monotonic(), []
     code: int | None = None
+    killed = 0
     one.start()
     trial.starts = 1
     while len(trial.kills) < kills:
         if (code := one.wait(choose.uniform(0.0, within_s))) is not None:
             break
-        who = choose.choice(("driver", "worker", "worker"))
+        # a pack that was lost three times between two checkpoints is given up
+        who = "driver" if killed == 2 else choose.choice(("driver", "worker"))
+        killed = 0 if who == "driver" else killed + 1
         phase = one.kill(who, choose)
         kill = Kill(who, round(time.monotonic() - began, 2), phase)
         trial.kills.append(kill)
@@ -280,17 +289,9 @@ def _to_the_end(one: Sweep, trial: Trial, code: int | None, faults: str = "") ->
 
 def draw_points(choose: random.Random, due: dict[str, int], together: int) -> list[str]:
     """Take up to `together` fault points, those that are due most often first, each at a drawn count."""
-    most = {
-        "step": 60,
-        "journal": 12,
-        "checkpoint": 3,
-        "checkpoint-sync": 3,
-        "checkpoint-commit": 3,
-        "leaderboard": 1,
-    }
     names = [name for name in due if due[name] > 0]
     names.sort(key=lambda name: (-due[name], choose.random()))
-    return [f"{name}:{choose.randint(1, most.get(name, 2))}" for name in names[:together]]
+    return [f"{name}:{choose.randint(1, POINTS[name])}" for name in names[:together]]
 
 
 def table(trials: list[Trial]) -> str:
@@ -362,7 +363,7 @@ def main() -> int:
     due = dict.fromkeys(POINTS, args.points)
     while any(count > 0 for count in due.values()):
         seed, variant = seed + 1, variants[seed % len(variants)]
-        run, points = root / variant / str(seed), draw_points(choose, due, 3)
+        run, points = root / variant / str(seed), draw_points(choose, due, 2)
         trial = kill_at_points(
             root / variant / "sweep.yaml", run, root / "cache", want[variant], seed=seed, points=points
         )
