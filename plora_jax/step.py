@@ -30,7 +30,7 @@ class PackState(NamedTuple):
     """Hold everything that training changes, for J slots; weights and moments carry the job axis second."""
 
     weights: Stack
-    grads: Stack  # sums of token-loss gradients over the open optimizer batch
+    grads: Stack  # sums of token-loss gradients over the open optimizer batch; {} where none stays open
     optimizer: dict[str, Any]
     scales: dict[str, Float[Array, "L J"]]
     hyper: Hyper  # each field [J]
@@ -61,10 +61,16 @@ class PackSpec:
     sites: tuple[str, ...]
     optimizers: frozenset[str] = frozenset({"adamw"})
     has_dropout: bool = False
+    accumulate: bool = True  # False promises that every micro-step ends the batch of every active slot
 
 
-def pack_spec(config: ModelConfig, jobs: Sequence[Job], slots: int | None = None) -> PackSpec:
-    """Return the smallest specification that every one of `jobs` fits."""
+def pack_spec(
+    config: ModelConfig, jobs: Sequence[Job], slots: int | None = None, m: int | None = None
+) -> PackSpec:
+    """Return the smallest specification that every one of `jobs` fits.
+
+    With `m`, the examples that each slot gets in a micro-step, gradients are summed only if a batch is larger.
+    """
     used = {site for job in jobs for site in lora.ranks(config, job)}
     return PackSpec(
         slots=slots or len(jobs),
@@ -72,6 +78,7 @@ def pack_spec(config: ModelConfig, jobs: Sequence[Job], slots: int | None = None
         sites=tuple(site.name for site in config.sites if site.name in used),
         optimizers=frozenset(job.optimizer for job in jobs),
         has_dropout=any(job.dropout > 0 for job in jobs),
+        accumulate=m is None or any(job.batch_size != m for job in jobs),
     )
 
 
@@ -90,7 +97,7 @@ def _slot_state(spec: PackSpec, weights: Adapter, scales: dict[str, Array], h: H
     zero = jnp.zeros((), jnp.int32)
     return PackState(
         weights=weights,
-        grads=jax.tree.map(jnp.zeros_like, weights),
+        grads=jax.tree.map(jnp.zeros_like, weights) if spec.accumulate else {},
         optimizer=init_optimizer(weights, spec.optimizers),
         scales=scales,
         hyper=h,
@@ -191,19 +198,24 @@ def weight_dtype(base: Base) -> Any:
 
 
 def make_train_step(
-    base: Base, spec: PackSpec, runtime: Runtime | None = None
+    base: Base, spec: PackSpec, runtime: Runtime | None = None, micro_steps: int = 1
 ) -> Callable[[PackState, nnx.State, Batch], tuple[PackState, Metrics]]:
-    """Return the jitted `state, metrics = step(state, base.params, batch)` of one micro-step.
+    """Return the jitted `state, metrics = step(state, base.params, batch)` of one micro-step, or of several.
 
     Each slot sums the gradients of its token losses until its batch closes, then divides by its own count of
     trained tokens and steps its own optimizer, so that a job's numbers do not depend on its neighbours. `state` is
     donated. Equal arguments give the same function, so a program compiles once however many packs it serves.
+
+    With `micro_steps` K above 1 batch and metrics have a leading axis K, and one call does what K calls do: for small
+    models, whose steps take less time than their launch.
     """
-    return _train_step(base.graphdef, spec, runtime or Runtime())
+    return _train_step(base.graphdef, spec, runtime or Runtime(), micro_steps)
 
 
 @lru_cache(maxsize=32)
-def _train_step(graphdef: nnx.GraphDef, spec: PackSpec, runtime: Runtime) -> Callable[..., Any]:
+def _train_step(
+    graphdef: nnx.GraphDef, spec: PackSpec, runtime: Runtime, micro_steps: int
+) -> Callable[..., Any]:
     axes = job_axes(spec)
     chunk = max(1, HEAD_CHUNK // spec.slots)  # logits of HEAD_CHUNK positions exist at once, over all slots
 
@@ -231,46 +243,60 @@ def _train_step(graphdef: nnx.GraphDef, spec: PackSpec, runtime: Runtime) -> Cal
 
         return jax.tree.map(lambda axis, n, o: jax.tree.map(partial(pick, axis), n, o), axis_tree, new, old)
 
-    def optimize(state: PackState, close: Bool[Array, " J"]) -> tuple[PackState, Array]:
-        count = jnp.maximum(state.tokens, 1).astype(state.loss_sum.dtype)
-        mean = jax.tree.map(lambda g: g / count[:, None, None], state.grads)
+    def optimize(
+        state: PackState, grads: Stack, tokens: Int32[Array, " J"], close: Bool[Array, " J"]
+    ) -> tuple[PackState, Float[Array, " J"]]:
+        count = jnp.maximum(tokens, 1).astype(state.loss_sum.dtype)
+        mean = jax.tree.map(lambda g: g / count[:, None, None], grads)
         weights, optimizer, norm, finite = packed_update(
             state.weights, mean, state.optimizer, state.hyper, state.step
         )
         return state._replace(
             weights=select(close, 1, weights, state.weights),
             optimizer=select(close, moments, optimizer, state.optimizer),
-            grads=select(close, 1, jax.tree.map(jnp.zeros_like, mean), state.grads),
             step=state.step + close,
             skipped=state.skipped + (close & ~finite),
+        ), norm
+
+    def end_batches(state: PackState, close: Bool[Array, " J"]) -> tuple[PackState, Float[Array, " J"]]:
+        ended, norm = optimize(state, state.grads, state.tokens, close)
+        return ended._replace(
+            grads=select(close, 1, jax.tree.map(jnp.zeros_like, state.grads), state.grads),
             loss_sum=jnp.where(close, 0, state.loss_sum),
             tokens=jnp.where(close, 0, state.tokens),
         ), norm
 
-    @partial(jax.jit, donate_argnums=0)
-    def step(state: PackState, params: nnx.State, batch: Batch) -> tuple[PackState, Metrics]:
+    def leave_open(state: PackState, close: Bool[Array, " J"]) -> tuple[PackState, Float[Array, " J"]]:
+        return state, jnp.zeros_like(state.loss_sum)
+
+    def micro_step(state: PackState, params: nnx.State, batch: Batch) -> tuple[PackState, Metrics]:
         with matmul_precision(runtime):  # of the backward pass too
             (loss, count), grads = packed_grad(state.weights, state.scales, state.hyper, params, batch)
-        zeros = jax.tree.map(jnp.zeros_like, grads)
-        grads = select(batch.active, 1, grads, zeros)
-        state = state._replace(
-            grads=jax.tree.map(jnp.add, state.grads, grads),
-            loss_sum=state.loss_sum + jnp.where(batch.active, loss, 0),
-            tokens=state.tokens + jnp.where(batch.active, count, 0),
-        )
-        close = batch.close & batch.active
+        loss, tokens = jnp.where(batch.active, loss, 0), jnp.where(batch.active, count, 0)
         before = state
-        state, norm = jax.lax.cond(
-            close.any(), optimize, lambda s, c: (s, jnp.zeros_like(s.loss_sum)), state, close
-        )
+        if spec.accumulate:
+            close = batch.close & batch.active
+            loss, tokens = state.loss_sum + loss, state.tokens + tokens
+            grads = select(batch.active, 1, jax.tree.map(jnp.add, state.grads, grads), state.grads)
+            state = state._replace(grads=grads, loss_sum=loss, tokens=tokens)
+            state, norm = jax.lax.cond(close.any(), end_batches, leave_open, state, close)
+        else:
+            close = batch.active
+            state, norm = optimize(state, grads, tokens, close)
         return state, Metrics(
             closed=close,
             step=state.step,
-            loss=before.loss_sum / jnp.maximum(before.tokens, 1),
-            tokens=before.tokens,
+            loss=loss / jnp.maximum(tokens, 1),
+            tokens=tokens,
             grad_norm=jnp.where(close, norm, 0),  # computed for all slots as soon as one closes
             learning_rate=jax.vmap(learning_rate)(before.hyper, before.step),
             skipped=state.skipped,
         )
+
+    @partial(jax.jit, donate_argnums=0)
+    def step(state: PackState, params: nnx.State, batch: Batch) -> tuple[PackState, Metrics]:
+        if micro_steps == 1:
+            return micro_step(state, params, batch)
+        return jax.lax.scan(lambda s, b: micro_step(s, params, b), state, batch)
 
     return step

@@ -20,6 +20,7 @@ from plora_jax.models.decoder import LoRA
 from plora_jax.models.load import load_base
 from plora_jax.train import Work, train_pack
 from tests.models.tiny import LLAMA
+from tests.peft_cases import compile_fast
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +159,70 @@ def test_an_inactive_slot_changes_nothing(base):
     for name, factors in after.weights.items():
         np.testing.assert_array_equal(factors.b[:, 1], before.weights[name].b[:, 1])
         assert np.abs(factors.b[:, 0]).max() > 0
+
+
+def run(base, jobs, spec, m, micro_steps=1, calls=6):
+    """Run `calls` micro-steps, `micro_steps` to a dispatch; return the state and each micro-step's metrics."""
+    state = packed.init_pack(base, jobs, total_steps=[20] * len(jobs), spec=spec)
+    step = packed.make_train_step(base, spec, micro_steps=micro_steps)
+    loader = PackLoader([Slot.of(job, ROWS) for job in jobs], m, choose_shapes([(ROWS, 0)], m, limit=1))
+    metrics, compiled = [], None
+    for _ in range(calls // micro_steps):
+        batches = [next(loader) for _ in range(micro_steps)]
+        batch = batches[0] if micro_steps == 1 else jax.tree.map(lambda *b: np.stack(b), *batches)
+        compiled = compiled or compile_fast(step, state, base.params, batch)
+        state, said = compiled(state, base.params, batch)
+        said = jax.device_get(said)
+        metrics += (
+            [said]
+            if micro_steps == 1
+            else [jax.tree.map(lambda leaf, k=k: leaf[k], said) for k in range(micro_steps)]
+        )
+    loader.close()
+    return jax.device_get(state), metrics
+
+
+def test_without_accumulation_nothing_is_kept_between_micro_steps_and_the_numbers_stay(base):
+    jobs = [
+        Job(rank=4, batch_size=2, learning_rate=1e-2, epochs=4),
+        Job(rank=8, batch_size=2, learning_rate=3e-3, epochs=4, weight_decay=0.1, max_grad_norm=0.1, seed=1),
+    ]
+    summed = packed.pack_spec(base.config, jobs)
+    direct = packed.pack_spec(base.config, jobs, m=2)
+    assert summed.accumulate and not direct.accumulate
+    assert packed.pack_spec(base.config, [*jobs, Job(batch_size=4)], m=2).accumulate
+    (one, first), (two, second) = run(base, jobs, summed, 2), run(base, jobs, direct, 2)
+    assert two.grads == {} and len(jax.tree.leaves(one.grads)) == len(jax.tree.leaves(one.weights))
+    assert distance(jax.tree.leaves(two.weights), jax.tree.leaves(one.weights)) < 1e-6
+    for a, b in zip(first, second, strict=True):
+        assert a.closed.all() and b.closed.all() and (a.step == b.step).all() and (a.tokens == b.tokens).all()
+        np.testing.assert_allclose(b.loss, a.loss, rtol=1e-6)
+        np.testing.assert_allclose(b.grad_norm, a.grad_norm, rtol=1e-5)
+        np.testing.assert_allclose(b.learning_rate, a.learning_rate)
+    batch = next(PackLoader([Slot.of(jobs[0], ROWS)] * 2, 2, choose_shapes([(ROWS, 0)], 2, limit=1)))
+    state = packed.init_pack(base, jobs, total_steps=[20, 20], spec=direct)
+    before = jax.device_get(state)
+    idle = batch._replace(active=np.array([False, True]))
+    after, _ = packed.make_train_step(base, direct)(state, base.params, idle)
+    assert after.step.tolist() == [0, 1]
+    for old, new in zip(jax.tree.leaves(before.weights), jax.tree.leaves(after.weights), strict=True):
+        np.testing.assert_array_equal(new[:, 0], old[:, 0])
+
+
+@pytest.mark.parametrize("m", [2, 4])
+def test_several_micro_steps_in_one_dispatch_are_the_same_bits(base, m):
+    jobs = [
+        Job(rank=4, batch_size=4, learning_rate=1e-2, epochs=2),
+        Job(rank=8, batch_size=4, learning_rate=3e-3, epochs=2),
+    ]
+    spec = packed.pack_spec(base.config, jobs, m=m)
+    assert spec.accumulate == (m == 2)
+    one, singly = run(base, jobs, spec, m)
+    three, together = run(base, jobs, spec, m, micro_steps=3)
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(three), strict=True):
+        np.testing.assert_array_equal(a, b)
+    for a, b in zip(singly, together, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
 def test_dropout_depends_on_the_token_alone():
