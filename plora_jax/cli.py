@@ -214,6 +214,12 @@ def _parser() -> argparse.ArgumentParser:
         "--workers", type=_count, metavar="N", help="workers (default: one for each GPU; one on a CPU)"
     )
     sub.add_argument(
+        "--ray-address", metavar="ADDRESS", help="of a Ray cluster (default: $RAY_ADDRESS, else a local one)"
+    )
+    sub.add_argument(
+        "--slurm", metavar="OPTIONS", help="options of sbatch, as in --slurm='--partition=gpu --time=4:00:00'"
+    )
+    sub.add_argument(
         "--reproducible",
         action=argparse.BooleanOptionalAction,
         help="decide by step counts and scores alone, so that interruptions change no bit (default: on a CPU)",
@@ -359,10 +365,18 @@ def _sweep(args: argparse.Namespace) -> int:
 
     out = args.out or Path("runs") / args.sweep.stem
     launch = None
+    for flag, value, needed in (
+        ("--ray-address", args.ray_address, "ray"),
+        ("--slurm", args.slurm, "slurm"),
+    ):
+        if value is not None and args.launcher != needed:
+            raise UserError(f"{flag} {value}: has no effect without --launcher {needed}")
     if args.launcher or args.workers:
         from plora_jax.site import LaunchOptions
 
-        launch = LaunchOptions(args.launcher or "local", args.workers)
+        launch = LaunchOptions(
+            args.launcher or "local", args.workers, args.ray_address or "", args.slurm or ""
+        )
     return run_sweep(
         sweep,
         jobs,

@@ -23,7 +23,6 @@ class LaunchOptions:
 
     launcher: Literal["local", "ray", "slurm", "inline"] = "local"
     workers: int | None = None  # None: one for each GPU; one on a CPU
-    cpus: int | None = None  # cores of a worker on a cluster; None: as launch_ray.py and launch_slurm.py say
     ray_address: str = ""  # empty: $RAY_ADDRESS, else a Ray of this machine's own
     slurm: str = ""  # options of sbatch, as one would type them
 

@@ -257,3 +257,20 @@ def test_the_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main(["--version"])
     assert stop.value.code == 0 and capsys.readouterr().out.startswith("plora_jax ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--ray-address=h:1"], "--ray-address h:1: has no effect without --launcher ray"),
+        (["--slurm=--time=4", "--launcher=ray"], "--slurm --time=4: has no effect without --launcher slurm"),
+        (["--launcher=inline", "--workers=2"], "--workers 2: with --launcher inline there is one"),
+        (["--workers=4096"], "--workers 4096: this process may use"),
+    ],
+)
+def test_launch_options_that_cannot_be(flags, message, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    write_sweep(tmp_path)
+    out = tmp_path / "out"
+    assert cli.main(["sweep", str(tmp_path / "sweep.yaml"), "--out", str(out), *flags]) == 2
+    assert message in capsys.readouterr().err and not out.exists()

@@ -168,9 +168,12 @@ def test_a_lost_node(cluster, tmp_path):
     array = SlurmArray("--nodelist=n2", poll_s=1, module=STANDIN)
     array.start(tmp_path, [Group("0")])
     seen = status(tmp_path, "0")
-    os.kill(cluster["n2"], signal.SIGKILL)
-    os.kill(seen["ppid"], signal.SIGKILL)
+    stat = Path(f"/proc/{seen['ppid']}/stat").read_text()
+    step = int(stat.rpartition(")")[2].split()[1])  # the daemon of this job alone
+    for pid in (cluster["n2"], step, seen["ppid"]):
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: gone(seen["pid"]), 10)
     [end] = wait_for(array.poll, 120)
-    assert end.left or "put it back into the queue" in end.cause
+    assert "put it back into the queue" in end.cause and not end.left
     array.stop()
     assert json.loads((tmp_path / "workers" / "slurm.json").read_text())["workers"] == array._job
