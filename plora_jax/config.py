@@ -263,10 +263,6 @@ def unsupported(sweep: Sweep) -> list[str]:
         out.append(
             f"data.metric: {sweep.data.metric} is not scored by a sweep yet; use loss or choice_accuracy"
         )
-    if sweep.eval != EvalConfig():
-        out.append("eval: jobs are scored at their end only so far; leave every_epochs and every_steps out")
-    if sweep.early_stop.method != "none":
-        out.append(f"early_stop.method: {sweep.early_stop.method} can be planned but not run yet; use none")
     if sweep.search.strategy == "optuna":
         out.append("search.method: optuna can be planned but not run yet; use grid or random")
     elif (sweep.search.budget.gpu_hours, sweep.search.budget.tokens) != (None, None):

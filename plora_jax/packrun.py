@@ -283,14 +283,8 @@ class PackRun:
 
     def _due_steps(self, item: Work, total: int) -> list[int]:
         """List the optimizer steps after which a job is scored."""
-        config = self.sweep.eval
-        every: float = config.every_steps or 0
-        if config.every_epochs:
-            every = config.every_epochs * steps_per_epoch(len(item.examples), item.job.batch_size)
-        count = int(total / every) if every else 0
-        steps = {math.ceil(every * i) for i in range(1, count + 1)}
-        steps |= {math.ceil(fraction * total) for fraction in self.worker.rule.rungs()}
-        return sorted({step for step in steps if 0 < step < total} | {total})
+        per_epoch = steps_per_epoch(len(item.examples), item.job.batch_size)
+        return self.sweep.eval.steps(total, per_epoch, self.worker.rule.rungs())
 
     def _end(self, j: int, status: str, reason: str) -> None:
         """Export and record what a slot's job has come to, unless that was done before, and free the slot."""

@@ -358,13 +358,11 @@ def test_a_directory_already_used(tmp_path: Path) -> None:
     ("changes", "says"),
     [
         ({"precision": "nf4"}, "precision.base: nf4 can be planned but not trained yet"),
-        ({"early_stop": {"method": "asha"}}, "early_stop.method: asha can be planned but not run yet"),
         (
             {"data": GOOD_DATA | {"metric": "exact_match"}},
             "data.metric: exact_match is not scored by a sweep yet",
         ),
         ({"data": GOOD_DATA | {"metric": "my.module:score"}}, "data.metric: my.module:score is not scored"),
-        ({"eval": {"every_steps": 5}}, "eval: jobs are scored at their end only"),
         (
             {"search": {"rank": [4, 8], "method": "optuna", "budget": {"jobs": 2}}},
             "search.method: optuna can be planned but not run yet",

@@ -303,8 +303,6 @@ def test_precision_may_be_one_word() -> None:
     ("text", "names"),
     [
         ("precision: nf4", "nf4"),
-        ("early_stop: {method: asha}", "asha"),
-        ("eval: {every_steps: 5}", "eval"),
         ("search: {rank: [4, 8], method: optuna, budget: {jobs: 2}}", "optuna"),
         ("search: {rank: [4, 8], method: random, budget: {tokens: 2e9}}", "tokens"),
     ],

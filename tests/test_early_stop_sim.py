@@ -5,11 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from plora_jax.cli import main as cli
 from plora_jax.config import make_sweep, resolved
 from plora_jax.early_stop import EarlyStop, Point, make_rule
 from plora_jax.errors import UserError
 from scripts.early_stop_sim import Recorded, compare, main, read_record, replay
+from tests import tiny
 
+NUMBERS = ("one", "two", "three")
 FRACTIONS = (1 / 9, 1 / 3, 1.0)
 
 
@@ -97,3 +100,30 @@ def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
         read_record(tmp_path)
     with pytest.raises(UserError, match=r"early_stop\.method: the text 'asah' is not known"):
         main([str(tmp_path), "--rule", "method: asah"])
+
+
+@pytest.mark.slow
+def test_the_replay_of_a_real_record_is_what_a_real_run_does(tmp_path: Path) -> None:
+    """One sweep twice, whole and under ASHA: the same jobs stop at the same steps for the same reasons."""
+    rows = [
+        {"prompt": f"what is the {a} {b} ?", "completion": f" {'yes' if a == b else 'no'}"}
+        for a in NUMBERS
+        for b in NUMBERS
+    ]
+    tiny.write_model(tmp_path / "model")
+    tiny.write_weights(tmp_path / "model")
+    tiny.write_rows(tmp_path / "train.jsonl", rows)
+    space = {"rank": [8], "learning_rate": [1e-4, 1e-3, 1e-2]}
+    train = {"batch_size": 1, "epochs": 1}
+    for name, how in (("whole", {"eval": {"every_steps": 1}}), ("asha", {"early_stop": {"method": "asha"}})):
+        path = tiny.write_sweep(tmp_path, search=space, train=train, **how)
+        assert cli(["sweep", str(path), "--out", str(tmp_path / name)]) == 0
+    [row] = compare(tmp_path / "whole", [EarlyStop("asha")], None)
+    board = json.loads((tmp_path / "asha" / "leaderboard.json").read_text())
+    assert row["stopped"] == {
+        job["job_id"]: job["reason"] for job in board["jobs"] if job["status"] == "stopped"
+    }
+    assert len(row["stopped"]) == 2 and row["best_job"] == board["jobs"][0]["job_id"]
+    whole = json.loads((tmp_path / "whole" / "leaderboard.json").read_text())
+    trained, in_all = (sum(job["steps"] for job in b["jobs"]) for b in (board, whole))
+    assert in_all == 3 * 9 and row["tokens"] == pytest.approx(trained / in_all, rel=1e-6)
