@@ -1,0 +1,138 @@
+"""A pack on its way: scores while it trains, stops, refills, withdrawals, want of memory, fewer slots; all on a tiny model."""
+
+import json
+
+import pytest
+
+from plora_jax import faults
+from plora_jax.cli import main
+from plora_jax.journal import Journal
+from tests import tiny
+from tests.test_engine import HELD_OUT, TRAIN
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Write a tiny model with weights, and its task."""
+    root = tmp_path_factory.mktemp("packs")
+    tiny.write_model(root / "model")
+    tiny.write_weights(root / "model")
+    tiny.write_rows(root / "train.jsonl", TRAIN)
+    tiny.write_rows(root / "eval.jsonl", HELD_OUT)
+    return root
+
+
+@pytest.fixture
+def arm():
+    """Set fault points, and clear them at the end."""
+    yield faults.arm
+    faults.arm("")
+
+
+DATA = {"train": "train.jsonl", "eval": "eval.jsonl", "max_length": 16}
+
+
+def run(root, out, *options, search, code=0, **sections):
+    """Run a sweep and return its leaderboard by job_id."""
+    train = {"batch_size": 3, "epochs": 4} | sections.pop("train", {})
+    path = tiny.write_sweep(root, data=DATA, search=search, train=train, **sections)
+    assert main(["sweep", str(path), "--out", str(out), *options]) == code
+    return {row["job_id"]: row for row in json.loads((out / "leaderboard.json").read_text())["jobs"]}
+
+
+def lines(out, job_id, name):
+    return [json.loads(line) for line in (out / "jobs" / job_id / name).read_text().splitlines()]
+
+
+def events(out, kind):
+    found = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    return [event for event in found if event["event"] == kind]
+
+
+def test_jobs_are_scored_while_they_train_and_the_best_adapter_is_kept(root, tmp_path):
+    search = {"learning_rate": [0.01, 1.0], "rank": [4]}
+    rows = run(root, tmp_path / "run", search=search, train={"keep": "best", "scheduler": "constant"}, eval={"every_steps": 5})
+    for job_id, row in rows.items():
+        evals = lines(tmp_path / "run", job_id, "evals.jsonl")
+        assert [e["step"] for e in evals] == [5, 10, 12] and evals[-1]["fraction"] == 1
+        best = min(evals, key=lambda e: e["score"])
+        record = json.loads((tmp_path / "run" / "jobs" / job_id / "job.json").read_text())
+        assert row["score"] == best["score"] and record["kept_step"] == best["step"]
+        losses = [line["loss"] for line in lines(tmp_path / "run", job_id, "metrics.jsonl")]
+        assert evals[0]["train_loss"] == pytest.approx(sum(losses[:5]) / 5)
+        assert evals[1]["train_loss"] == pytest.approx(sum(losses[5:10]) / 5)
+        # the adapter is the one that the score belongs to
+        scores = tmp_path / f"{job_id}.json"
+        adapter = ["--adapter", str(tmp_path / "run" / row["adapter"])]
+        arguments = ["--model", str(root / "model"), *adapter, "--data", str(root / "eval.jsonl")]
+        assert main(["eval", *arguments, "--max-length", "16", "--json", str(scores)]) == 0
+        assert json.loads(scores.read_text())[1]["loss"] == pytest.approx(row["score"], rel=1e-6)
+    assert any(row["score"] != lines(tmp_path / "run", j, "evals.jsonl")[-1]["score"] for j, row in rows.items())
+
+
+def test_last_keeps_the_last_adapter(root, tmp_path):
+    search = {"learning_rate": [1.0], "rank": [4]}
+    (row,) = run(root, tmp_path / "run", search=search, train={"keep": "last", "scheduler": "constant"}, eval={"every_epochs": 1}).values()
+    evals = lines(tmp_path / "run", row["job_id"], "evals.jsonl")
+    assert [e["step"] for e in evals] == [3, 6, 9, 12]
+    assert row["score"] == evals[-1]["score"] != min(e["score"] for e in evals)
+
+
+def test_out_of_memory_shrinks_the_program_and_the_run_goes_on(root, tmp_path, arm):
+    search = {"learning_rate": [0.01, 0.02, 0.03, 0.05], "rank": [4]}
+    whole = run(root, tmp_path / "whole", search=search)
+    arm("step:2=oom,step:3=oom,step:9=oom")
+    rows = run(root, tmp_path / "run", search=search)
+    told = events(tmp_path / "run", "out_of_memory")
+    assert [event["slots"] for event in told] == [4, 2, 1]  # first more recompute, then fewer slots
+    assert rows.keys() == whole.keys()
+    for job_id, row in rows.items():
+        assert row["status"] == "completed" and row["steps"] == whole[job_id]["steps"]
+        assert row["loss"] == pytest.approx(whole[job_id]["loss"], rel=1e-4)
+        assert len(lines(tmp_path / "run", job_id, "metrics.jsonl")) == row["steps"]
+
+
+def test_a_pack_that_fails_each_time_is_given_up_with_its_cause(root, tmp_path, arm):
+    arm(",".join(f"step:{n}=error" for n in range(1, 10)))
+    rows = run(root, tmp_path / "run", search={"learning_rate": [0.01], "rank": [4]}, code=1)
+    (row,) = rows.values()
+    assert row["status"] == "failed" and "begun 3 times and lost" in row["reason"]
+    arm("")
+    # a later start finds it failed, as it was recorded
+    rows = run(root, tmp_path / "run", "--resume", search={"learning_rate": [0.01], "rank": [4]}, code=1)
+    assert rows[row["job_id"]]["status"] == "failed"
+
+
+def test_fewer_slots_when_few_jobs_are_left(root, tmp_path, monkeypatch):
+    monkeypatch.setattr("plora_jax.packrun.PAYS_AFTER", 4)
+    jobs = [{"learning_rate": 0.01 * (1 + n), "rank": 4, "max_steps": 24 if n == 2 else 4} for n in range(4)]
+    rows = run(root, tmp_path / "run", search={"jobs": jobs})
+    (event,) = events(tmp_path / "run", "shrunk")
+    assert event["slots"] == 1
+    alone = run(root, tmp_path / "alone", search={"jobs": [jobs[2]]})
+    (job_id,) = alone
+    assert rows[job_id]["loss"] == pytest.approx(alone[job_id]["loss"], rel=1e-4)
+    assert [line["step"] for line in lines(tmp_path / "run", job_id, "metrics.jsonl")] == list(range(1, 25))
+
+
+def test_jobs_are_added_and_withdrawn(root, tmp_path, capsys):
+    out, search = tmp_path / "run", {"learning_rate": [0.01, 0.02], "rank": [4]}
+    run(root, out, search=search)
+    more = tmp_path / "more.yaml"
+    more.write_text("jobs:\n- {learning_rate: 0.05, rank: 2}\n- {learning_rate: 0.06, rank: 2}\n")
+    assert main(["add", str(out), str(more)]) == 0
+    assert "2 jobs added" in capsys.readouterr().out
+    added = [name for name in Journal(out / "journal.jsonl").refresh().jobs if name.startswith("r2-")]
+    assert main(["stop", str(out), added[0]]) == 0
+    rows = run(root, out, "--resume", search=search)
+    assert len(rows) == 4 and rows[added[1]]["status"] == "completed" and rows[added[1]]["steps"] == 12
+    assert rows[added[0]]["status"] == "stopped" and "withdrawn" in rows[added[0]]["reason"]
+    for arguments, told in (
+        (["add", str(out), str(more)], "in this run already"),
+        (["stop", str(out), added[1]], "has ended already"),
+        (["stop", str(out), "nobody"], "no such job"),
+        (["stop", str(tmp_path), "r2"], "no run"),
+    ):
+        assert main(arguments) == 2 and told in capsys.readouterr().err
+    more.write_text("model: other\njobs: [{learning_rate: 0.1}]\n")
+    assert main(["add", str(out), str(more)]) == 2 and "model" in capsys.readouterr().err
