@@ -233,13 +233,13 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     sub = command("add", _add, "Add jobs to a sweep, also while it runs.")
-    sub.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    sub.add_argument("directory", type=Path, metavar="RUN", help="run directory")
     sub.add_argument(
         "jobs", type=Path, metavar="JOBS.yaml", help="with search, train or jobs, as in SWEEP.yaml"
     )
 
     sub = command("stop", _stop, "Withdraw a job from a sweep; if it is running, its best adapter is kept.")
-    sub.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    sub.add_argument("directory", type=Path, metavar="RUN", help="run directory")
     sub.add_argument("job", metavar="JOB", help="job id, or the beginning of one")
 
     sub = command("eval", _eval, "Score a model, and adapters on it, on held-out rows.")
@@ -392,13 +392,13 @@ def _sweep(args: argparse.Namespace) -> int:
 def _add(args: argparse.Namespace) -> int:
     from plora_jax.control import add_jobs
 
-    return add_jobs(args.run, args.jobs)
+    return add_jobs(args.directory, args.jobs)
 
 
 def _stop(args: argparse.Namespace) -> int:
     from plora_jax.control import stop_job
 
-    return stop_job(args.run, args.job)
+    return stop_job(args.directory, args.job)
 
 
 def _read(path: Path) -> "tuple[Sweep, list[Job]]":

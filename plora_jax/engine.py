@@ -24,7 +24,7 @@ from plora_jax.launch import Launcher
 from plora_jax.leaderboard import Result, print_leaderboard, rank, read_results, write_leaderboard
 from plora_jax.machine import versions
 from plora_jax.models.find import load_config, load_tokenizer
-from plora_jax.models.load import Base
+from plora_jax.models.load import Base, check_weights, load_base
 from plora_jax.planning import check_disk, disk_bytes, plan_jobs, trained_rows
 from plora_jax.process import Group
 from plora_jax.progress import Progress, make_console, say
@@ -86,6 +86,10 @@ def run_sweep(
         check_disk(out, disk_bytes(config, plan))
     if dry_run:
         return 0
+    if site.launcher:
+        check_weights(sweep.model)
+    else:
+        base = base or load_base(sweep.model, precision=sweep.precision.base)  # type: ignore[arg-type]
     with open_run(out, resume) as run:
         _begin(run, sweep, task.digests)
         journal = Journal(run.path / "journal.jsonl")

@@ -41,6 +41,16 @@ class Base:
         return nnx.merge(self.graphdef, self.params if params is None else params)
 
 
+def check_weights(name: str) -> None:
+    """Check that a model's weights are there and fit, from the files' headers alone.
+
+    Raises:
+        UserError: as `load_base`.
+    """
+    config, stored, _ = _sources(name, False)
+    check_tensors(stored, config, name)
+
+
 def load_base(
     name: str,
     *,
