@@ -155,6 +155,8 @@ class RunState:
 
     def _ended(self, line: dict[str, Any]) -> None:
         self.ended[line["job_id"]] = line["status"]
+        if line["status"] == "failed":  # which rules that compare jobs count as the worst there is
+            self.points.setdefault(line["job_id"], []).append(Point(0, 1.0, *[float("nan")] * 3))
 
 
 class Journal:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from plora_jax.adapters import Adapter, unstack_adapter
+from plora_jax.adapters import Adapter, Stack, unstack_adapter
 from plora_jax.data.examples import Examples
 from plora_jax.data.layout import Cursor, Slot
 from plora_jax.data.loader import PackLoader
@@ -161,8 +161,8 @@ class Trainer:
         """Return what slot j's job has come to."""
         run = self.running[j]
         assert run
-        adapter = unstack_adapter(self.base.config, run.job, self.state.weights, j)
-        return Trained(run.job, jax.device_get(adapter), self.step_of(j), run.tokens, run.reason)
+        adapter = unstack_adapter(self.base.config, run.job, jax.device_get(_slot(self.state.weights, j)), 0)
+        return Trained(run.job, adapter, self.step_of(j), run.tokens, run.reason)
 
     def shrink(self, keep: Sequence[int], slots: int) -> None:
         """Go on with fewer slots, by a smaller step: slot keep[i] becomes slot i, and those beyond are empty."""
@@ -238,6 +238,12 @@ class Trainer:
             if run.bad_run >= MAX_SKIPPED:
                 run.reason = f"{MAX_SKIPPED} gradients in a row were not finite"
             self.on_step(run.job, {**line, "tokens": int(host.tokens[j]), "skipped": run.skipped})
+
+
+@jax.jit
+def _slot(stack: Stack, j: int) -> Stack:
+    """Cut out one slot, whichever it is, by one compiled program."""
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, j, 1, axis=1), stack)
 
 
 def train_pack(

@@ -1,9 +1,12 @@
 """A pack on its way: scores while it trains, stops, withdrawals, want of memory, fewer slots; on a tiny model."""
 
 import json
+from functools import partial
 
+import jax
 import pytest
 
+import planner
 from plora_jax import faults
 from plora_jax.cli import main
 from plora_jax.journal import Journal
@@ -80,6 +83,51 @@ def test_last_keeps_the_last_adapter(root, tmp_path):
     evals = lines(tmp_path / "run", row["job_id"], "evals.jsonl")
     assert [e["step"] for e in evals] == [3, 6, 9, 12, 15, 18, 21, 24]
     assert row["score"] == evals[-1]["score"] != min(e["score"] for e in evals)
+
+
+@pytest.fixture
+def two_slots(monkeypatch):
+    """Let no pack have more than two slots, so that jobs wait for them."""
+    monkeypatch.setattr("plora_jax.planning.planner.Options", partial(planner.Options, max_slots=2))
+
+
+@pytest.fixture
+def compiled():
+    """List what XLA compiles from here on."""
+    found: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: found.append(name) if "backend_compile" in name else None
+    )
+    return found
+
+
+def test_a_stopped_jobs_slot_is_refilled_by_the_same_program(root, tmp_path, two_slots, compiled):
+    rates = [0.03, 1.0, 3.0, 0.05, 2.0, 0.02]
+    jobs = [{"learning_rate": rate, "rank": 4} for rate in rates]
+    more = {"train": {"epochs": 8, "max_grad_norm": 0}, "eval": {"every_epochs": 4}}
+    stop = {"early_stop": {"method": "asha", "reduction_factor": 2}}
+    run(root, tmp_path / "warm", search={"jobs": jobs[:2]}, **more, **stop)  # one is stopped
+    assert compiled  # it does count
+    compiled.clear()
+    rows = run(root, tmp_path / "run", search={"jobs": jobs}, **more, **stop)
+    assert compiled == []
+    by_rate = {row["learning_rate"]: row for row in rows.values()}
+    stopped = [row for row in rows.values() if row["status"] == "stopped"]
+    assert by_rate[3.0] in stopped and by_rate[0.03]["status"] == "completed" and 2 <= len(stopped) <= 4
+    for row in stopped:
+        assert row["reason"] and row["steps"] < 24 and row["score"] is not None
+        assert (tmp_path / "run" / row["adapter"] / "adapter_model.safetensors").exists()
+    journal = Journal(tmp_path / "run" / "journal.jsonl").refresh()
+    first = [job_id for (_, at, _), job_id in journal.places.items() if at == 0]
+    late = [row for row in rows.values() if row["job_id"] not in first and row["status"] == "completed"]
+    assert len(first) == 2 and late
+    # a job that took a freed slot ends with the bits of one that began in a fresh pack of that program
+    again = late[0]
+    order = sorted(jobs, key=lambda job: job["learning_rate"] != again["learning_rate"])
+    run(root, tmp_path / "fresh", search={"jobs": order[:2]}, **more)
+    for name in ("adapter/adapter_model.safetensors", "metrics.jsonl"):
+        path = f"jobs/{again['job_id']}/{name}"
+        assert (tmp_path / "run" / path).read_bytes() == (tmp_path / "fresh" / path).read_bytes()
 
 
 def test_out_of_memory_shrinks_the_program_and_the_run_goes_on(root, tmp_path, arm):
