@@ -105,7 +105,7 @@ def compiled():
 
 
 def test_a_stopped_jobs_slot_is_refilled_by_the_same_program(root, tmp_path, two_slots, compiled):
-    rates = [0.03, 1.0, 3.0, 0.05, 2.0, 0.02]
+    rates = [1.0, 3.0, 0.05, 2.0, 0.02, 0.03]
     jobs = [{"learning_rate": rate, "rank": 4} for rate in rates]
     more = {"train": {"epochs": 8, "max_grad_norm": 0}, "eval": {"every_epochs": 4}}
     stop = {"early_stop": {"method": "asha", "reduction_factor": 2}}
@@ -116,21 +116,23 @@ def test_a_stopped_jobs_slot_is_refilled_by_the_same_program(root, tmp_path, two
     assert compiled == []
     by_rate = {row["learning_rate"]: row for row in rows.values()}
     stopped = [row for row in rows.values() if row["status"] == "stopped"]
-    assert by_rate[3.0] in stopped and by_rate[0.03]["status"] == "completed" and 2 <= len(stopped) <= 4
+    assert by_rate[3.0] in stopped and by_rate[0.03]["status"] == "completed" and len(stopped) >= 2
     for row in stopped:
         assert row["reason"] and row["steps"] < 24 and row["score"] is not None
         assert (tmp_path / "run" / row["adapter"] / "adapter_model.safetensors").exists()
     journal = Journal(tmp_path / "run" / "journal.jsonl").refresh()
     first = [job_id for (_, at, _), job_id in journal.places.items() if at == 0]
-    late = [row for row in rows.values() if row["job_id"] not in first and row["status"] == "completed"]
-    assert len(first) == 2 and late
-    # a job that took a freed slot ends with the bits of one that began in a fresh pack of that program
-    again = late[0]
+    late = [row for row in rows.values() if row["job_id"] not in first]
+    assert len(first) == 2 and len(late) == 4
+    # a job that took a freed slot goes the way, bit for bit, of one that began in a fresh pack of that program
+    again = max(late, key=lambda row: row["steps"])
     order = sorted(jobs, key=lambda job: job["learning_rate"] != again["learning_rate"])
     run(root, tmp_path / "fresh", search={"jobs": order[:2]}, **more)
-    for name in ("adapter/adapter_model.safetensors", "metrics.jsonl"):
-        path = f"jobs/{again['job_id']}/{name}"
-        assert (tmp_path / "run" / path).read_bytes() == (tmp_path / "fresh" / path).read_bytes()
+    went = [
+        (tmp_path / out / f"jobs/{again['job_id']}/metrics.jsonl").read_text() for out in ("run", "fresh")
+    ]
+    assert again["steps"] >= 6 and went[0].count("\n") == again["steps"]
+    assert went[1].startswith(went[0])
 
 
 def test_out_of_memory_shrinks_the_program_and_the_run_goes_on(root, tmp_path, arm):
