@@ -260,15 +260,32 @@ def test_a_small_space_is_drawn_whole_and_once(method: str, ranks: object) -> No
     assert len(jobs) == len(set(jobs)) == 18
 
 
+@pytest.mark.parametrize("redraws", [0, 20])
+def test_optuna_knows_what_became_of_every_draw(redraws: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Duplicates are given up at once, and a point drawn at random in their place is told as that point."""
+    monkeypatch.setattr("plora_jax.suggest.REDRAWS", redraws)
+    ranks, batches = [4, 8, 16], [1, 2, 4]
+    suggester = Suggester(sweep_of({"rank": ranks, "batch_size": batches}, budget={"jobs": 9}), False)
+    expected = {}
+    for n in range(9):
+        [job] = suggester.ask(1)
+        expected[ranks.index(job.rank), batches.index(job.batch_size)] = float(n)
+        suggester.tell(job.job_id, float(n))
+    trials = suggester._study._study.trials  # type: ignore[union-attr]
+    done = [trial for trial in trials if trial.state.name == "COMPLETE"]
+    assert {(t.params["rank"], t.params["batch_size"]): t.value for t in done} == expected
+    assert len(done) == 9 and {t.state.name for t in trials} == {"COMPLETE", *(["FAIL"] if redraws else [])}
+
+
 def test_a_range_of_few_readable_numbers_comes_to_an_end() -> None:
     space = {"dropout": {"uniform": [0.1, 0.1002]}}
     assert len(run(sweep_of(space, method="random", budget={"jobs": 9}))) == 3
 
 
 def test_optuna_is_as_loud_as_before(capfd: pytest.CaptureFixture[str]) -> None:
-    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.INFO)
     run(sweep_of(budget={"jobs": 6}))
-    assert optuna.logging.get_verbosity() == before
+    assert optuna.logging.get_verbosity() == optuna.logging.INFO
     assert capfd.readouterr() == ("", "")
 
 
