@@ -253,7 +253,24 @@ def _parser() -> argparse.ArgumentParser:
         help="PEFT adapter; may be repeated",
     )
     sub.add_argument("--data", required=True, metavar="FILE", help="rows to score on")
-    sub.add_argument("--metric", default="loss", help="loss or choice_accuracy (default: loss)")
+    sub.add_argument(
+        "--metric",
+        default="loss",
+        help="loss, choice_accuracy, exact_match, or module:function (default: loss)",
+    )
+    sub.add_argument(
+        "--answer",
+        default="whole",
+        metavar="HOW",
+        help="where exact_match finds the answer: whole, last_number, after:TEXT or regex:PATTERN (default: whole)",
+    )
+    sub.add_argument(
+        "--max-new-tokens",
+        type=_count,
+        default=64,
+        metavar="N",
+        help="longest generated answer in tokens (default: 64)",
+    )
     sub.add_argument(
         "--max-length", type=_count, default=1024, metavar="N", help="longest row in tokens (default: 1024)"
     )
@@ -418,7 +435,14 @@ def _eval(args: argparse.Namespace) -> int:
     from plora_jax.evaluate import eval_command
 
     return eval_command(
-        args.model, args.adapter, args.data, args.metric, args.json, max_length=args.max_length
+        args.model,
+        args.adapter,
+        args.data,
+        args.metric,
+        args.json,
+        max_length=args.max_length,
+        answer=args.answer,
+        max_new_tokens=args.max_new_tokens,
     )
 
 

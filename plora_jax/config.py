@@ -1,13 +1,14 @@
 """A sweep as the user wrote it: SWEEP.yaml read, checked as a whole, and written back in full."""
 
-import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from plora_jax.answers import ALLOWED, make_answer
 from plora_jax.data.formats import Format
 from plora_jax.early_stop import READ_BY, EarlyStop, EvalConfig, check_early_stop
 from plora_jax.jobs import JOB_FIELDS
+from plora_jax.metrics import BUILT_IN, USERS
 from plora_jax.schema import section, unknown
 from plora_jax.space import (
     BELONGS,
@@ -24,7 +25,7 @@ from plora_jax.space import (
 )
 from plora_jax.yamlfile import Faults, Place, dump_yaml, parse_yaml, read_yaml, shown
 
-METRICS = ("loss", "choice_accuracy", "exact_match")
+METRICS = tuple(BUILT_IN)
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,15 @@ class DataConfig:
     )
     choices: tuple[str, ...] = setting(
         (), "the answers of choice_accuracy, where a row does not list its own"
+    )
+    answer: str | tuple[tuple[str, str], ...] = setting(
+        "whole",
+        "where exact_match finds the answer in a text: all of it, its last number, the first line after a mark, or "
+        "what a regular expression matches",
+        allowed=ALLOWED,
+    )
+    max_new_tokens: int = setting(
+        64, "longest generated answer in tokens, of exact_match and module:function", low=1, high=65_536
     )
     format: Literal["auto", Format] = setting("auto", "how a row is read")
     on_long: Literal["truncate", "drop", "error"] = setting(
@@ -212,19 +222,27 @@ def _check_path(where: Place, name: Any, base_dir: Path, faults: Faults) -> None
         )
 
 
+def _file(base_dir: Path, name: str) -> Path:
+    """Return the one path of a file however it is written; a data set's name stays different from any other."""
+    try:
+        return (base_dir / Path(name).expanduser()).resolve()
+    except (OSError, ValueError, RuntimeError):  # told by _check_path
+        return Path(name)
+
+
 def _check_data(data: dict[str, Any], base_dir: Path, faults: Faults) -> None:
     for name in ("train", "eval", "test"):
         if name in data and not data[name].strip():
             faults.add(("data", name), "is empty; expected a file or a data set name")
         elif name in data:
             _check_path(("data", name), data[name], base_dir, faults)
-    given = [data[name] for name in ("train", "eval", "test") if data.get(name)]
+    given = [_file(base_dir, data[name]) for name in ("train", "eval", "test") if data.get(name)]
     if len(set(given)) < len(given):
         faults.add(
             ("data",), "train, eval and test must be different rows, and two of them name the same file"
         )
     metric = data.get("metric", "loss")
-    if metric not in METRICS and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", metric):
+    if metric not in METRICS and not USERS.fullmatch(metric):
         faults.add(
             ("data", "metric"),
             f"{shown(metric)} is not known; expected one of {', '.join(METRICS)}, or module:function",
@@ -235,6 +253,19 @@ def _check_data(data: dict[str, Any], base_dir: Path, faults: Faults) -> None:
             ("data", "choices"),
             f"has no effect with the metric {metric}; use metric: choice_accuracy or leave it out",
         )
+    answer, longest = data.get("answer", "whole"), data.get("max_new_tokens")
+    if answer != "whole" and metric != "exact_match":
+        faults.add(
+            ("data", "answer"), f"has no effect with the metric {metric}; use exact_match or leave it out"
+        )
+    if longest not in (None, DataConfig.max_new_tokens) and metric in ("loss", "choice_accuracy"):
+        faults.add(
+            ("data", "max_new_tokens"), f"has no effect with the metric {metric}, which generates nothing"
+        )
+    try:
+        make_answer(answer)
+    except ValueError as error:
+        faults.add(("data", "answer"), str(error))
     if choices and (
         len(set(choices)) < 2 or len(set(choices)) < len(choices) or not all(c.strip() for c in choices)
     ):
@@ -259,10 +290,6 @@ def unsupported(sweep: Sweep) -> list[str]:
     if sweep.precision.base in ("int8", "nf4", "fp8"):
         base = sweep.precision.base
         out.append(f"precision.base: {base} can be planned but not trained yet; use auto, fp32 or bf16")
-    if sweep.data.metric not in ("loss", "choice_accuracy"):
-        out.append(
-            f"data.metric: {sweep.data.metric} is not scored by a sweep yet; use loss or choice_accuracy"
-        )
     if sweep.search.strategy == "optuna":
         out.append("search.method: optuna can be planned but not run yet; use grid or random")
     elif (sweep.search.budget.gpu_hours, sweep.search.budget.tokens) != (None, None):
@@ -303,7 +330,10 @@ def resolved(sweep: Sweep) -> str:
 def _plain(value: Any) -> Any:
     """Return YAML values: tuples as lists, patterns as mappings, and nothing for what is not set."""
     if isinstance(value, dict):
-        plain = {k: _pattern(v) if k in PATTERNS else _plain(v) for k, v in value.items()}
+        mapped = (*PATTERNS, "answer")
+        plain = {
+            k: _pattern(v) if k in mapped and not isinstance(v, str) else _plain(v) for k, v in value.items()
+        }
         return {k: v for k, v in plain.items() if v not in (None, "", [], {})}
     return [_plain(v) for v in value] if isinstance(value, (tuple, list)) else value
 

@@ -34,7 +34,7 @@ def add_jobs(run: Path, jobs_file: Path, console: Console | None = None) -> int:
     if not new:
         raise UserError(f"{jobs_file}: all {len(jobs)} jobs are in this run already")
     task = read_task(sweep, new, tokenizer, config.vocab_size, console)
-    scored = {job.job_id: task.eval.requests.tokens for job in new}
+    scored = {job.job_id: task.eval.tokens for job in new}
     plan = plan_jobs(sweep, config, new, task.train, scored, journal.devices)
     say(console, render_plan(plan))
     journal.add_plan({job.job_id: job.to_dict() for job in new}, plan.to_dict()["packs"])

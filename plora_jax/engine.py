@@ -78,7 +78,7 @@ def run_sweep(
     tokenizer = (base and base.tokenizer) or load_tokenizer(sweep.model)
     jobs, starts = start_adapters(sweep, config, [*jobs, *_added(out, jobs)] if resume else jobs)
     task = replace(read_task(sweep, jobs, tokenizer, config.vocab_size, console), starts=starts)
-    scored = {job.job_id: task.eval.requests.tokens for job in jobs}
+    scored = {job.job_id: task.eval.tokens for job in jobs}
     left = _unfinished(out, jobs) if resume else jobs
     plan = plan_jobs(sweep, config, left, task.train, scored, site.devices) if left else None
     if plan:

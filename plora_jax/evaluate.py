@@ -1,12 +1,13 @@
 """Score adapters on held-out rows, all adapters of a pack at once, and the base model by the same code."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int32
@@ -22,76 +23,43 @@ from plora_jax.adapters import (
     stack_adapters,
     stack_scales,
 )
+from plora_jax.answers import Questions, make_answer, make_questions, parse_answer
+from plora_jax.config import METRICS, DataConfig
 from plora_jax.data.choices import Choices, accuracy, make_choices
 from plora_jax.data.encode import read_examples
 from plora_jax.data.examples import Examples
+from plora_jax.data.requests import Requests, lay_out
 from plora_jax.data.shapes import split_lengths
 from plora_jax.errors import UserError
+from plora_jax.generate import Scales, generate
 from plora_jax.jobs import Job
 from plora_jax.losses import token_losses
+from plora_jax.metrics import USERS, load_metric, normal, wilson
 from plora_jax.models.attention import choose_attention
 from plora_jax.models.decoder import LoRA, Runtime
-from plora_jax.models.find import load_config, load_tokenizer
+from plora_jax.models.find import load_config, load_tokenizer, stop_ids
 from plora_jax.models.load import Base, load_base
 from plora_jax.peft import import_adapter
 from plora_jax.rundir import write_json
 
-HIGHER_IS_BETTER = {"loss": False, "choice_accuracy": True}
+CACHE_SHARE = 1 / 8  # of the device's memory, that keys and values may take while answers are generated
 
 
 @dataclass(frozen=True)
 class Score:
-    """Hold one model's result: `score` is the metric's value, `loss` the mean over trained tokens."""
+    """Hold one model's result: `score` is the metric's value, `loss` the mean over trained tokens.
+
+    `low` and `high` are the ends of the score's 95 % interval, None where it is not known.
+    """
 
     score: float
     loss: float
     rows: int
     tokens: int
+    low: float | None = None
+    high: float | None = None
 
 
-@dataclass
-class Requests:
-    """Collect (sequence, position, target) triples whose log-probabilities are wanted.
-
-    A sequence that begins another one is not run by itself: the model is causal, so its positions are read off the
-    longer one. Prompt, options and the completion of a row therefore usually cost one row of compute.
-    """
-
-    sequences: list[np.ndarray] = field(default_factory=list)
-    positions: list[np.ndarray] = field(default_factory=list)
-    targets: list[np.ndarray] = field(default_factory=list)
-    size: int = 0
-
-    def add(
-        self, sequence: np.ndarray, positions: np.ndarray, targets: np.ndarray
-    ) -> Int32[np.ndarray, " n"]:
-        """Ask for the log-probability of `targets` after `positions`; return where the results will stand."""
-        self.sequences.append(np.asarray(sequence[: int(positions.max()) + 1], np.int32))
-        self.positions.append(np.asarray(positions, np.int32))
-        self.targets.append(np.asarray(targets, np.int32))
-        start, self.size = self.size, self.size + len(targets)
-        return np.arange(start, self.size, dtype=np.int32)
-
-    @property
-    def tokens(self) -> int:
-        """Count the tokens that are run to answer everything."""
-        return sum(len(self.sequences[group[0]]) for group in self.carriers())
-
-    def carriers(self) -> list[list[int]]:
-        """Group requests by the sequence that carries them: the first of each group begins with all the others."""
-        order = sorted(range(len(self.sequences)), key=lambda i: self.sequences[i].tolist(), reverse=True)
-        groups: list[list[int]] = []
-        for i in order:
-            carrier = self.sequences[groups[-1][0]] if groups else None
-            mine = self.sequences[i]
-            if carrier is not None and np.array_equal(carrier[: len(mine)], mine):
-                groups[-1].append(i)
-            else:
-                groups.append([i])
-        return sorted(groups, key=lambda group: len(self.sequences[group[0]]))
-
-
-Scales = dict[str, Float[Array, "L J"]]
 EvalStep = Callable[[Stack, Scales, nnx.State, Array, Array, Array, Array, Array], Array]
 
 
@@ -127,13 +95,18 @@ def _eval_step(graphdef: nnx.GraphDef, runtime: Runtime) -> EvalStep:
 
 
 class Scorer:
-    """Score adapters of one base model, many at a time, with one compiled step for each shape that occurs."""
+    """Score adapters of one base model, many at a time, with one compiled step for each shape that occurs.
 
-    def __init__(self, base: Base, runtime: Runtime | None = None) -> None:
-        self.base = base
+    `tokens` is how many run at once, over all adapters; it bounds the memory that scoring takes.
+    """
+
+    def __init__(self, base: Base, runtime: Runtime | None = None, tokens: int | None = None) -> None:
+        self.base, self.runtime = base, runtime or Runtime()
         self.step = make_eval_step(base, runtime)
-        # tokens at once, over all adapters
-        self.budget = 8_192 if jax.default_backend() == "cpu" else 65_536
+        self.budget = tokens or (8_192 if jax.default_backend() == "cpu" else 65_536)
+        c, memory = base.config, (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 8 << 30)
+        token = 2 * c.n_layers * c.n_kv_heads * c.head_dim * jnp.dtype(self.runtime.dtype).itemsize
+        self.cached = max(1, int(CACHE_SHARE * memory) // token)  # tokens whose keys and values may be held
 
     def score(
         self,
@@ -152,11 +125,71 @@ class Scorer:
         sites = [site.name for site in config.sites if site.name in used]
         padded = [pad_adapter(config, a[1] if a else {}, bucket, sites) for a in adapters]
         weights, scales = stack_adapters(padded), stack_scales(config, jobs, sites)
-        return [score(evals, row) for row in self._log_p(weights, scales, evals.requests, len(jobs), advance)]
+        return self._scores(weights, scales, evals, self.budget, advance)
+
+    def score_slots(
+        self,
+        weights: Stack,
+        scales: Scales,
+        slots: Sequence[int],
+        evals: "EvalSet",
+        *,
+        tokens: int | None = None,
+        advance: Callable[[float], None] = lambda tokens: None,
+    ) -> list[Score]:
+        """Return the scores of adapters that a running pack holds, taken from its stack on the device.
+
+        They go in groups of a power of two, the last one filled up with repeats: a size of group is one program.
+
+        Args:
+          weights: of the pack, and `scales`: `PackState.weights` and `.scales`. They are read only.
+          slots: which of its adapters, in the order of the result.
+          evals: the held-out part.
+          tokens: how many run at once, over all adapters (one row of each adapter of a group in any case). A pack's own
+            J·m·S takes less memory than its training step has just let go of.
+          advance: is told the tokens scored, over all adapters, as they are done.
+        """
+        held, budget = jax.tree.leaves(weights)[0].shape[1], tokens or self.budget
+        most = 1 << max(0, (budget // evals.longest).bit_length() - 1)
+        scores: list[Score] = []
+        for start in range(0, len(slots), most):
+            part = list(slots[start : start + most])
+            size = min(1 << (len(part) - 1).bit_length(), held)
+            padded = np.array(part + part[-1:] * (size - len(part)), np.int32)
+            some, theirs = _take((weights, scales), padded)
+            share = len(part) / size  # of what is run, the rest is repeats
+            scores += self._scores(some, theirs, evals, budget, _scaled(advance, share))[: len(part)]
+        return scores
+
+    def _scores(
+        self, weights: Stack, scales: Scales, evals: "EvalSet", budget: int, advance: Callable[[float], None]
+    ) -> list[Score]:
+        log_p = self._log_p(weights, scales, evals.requests, budget, advance)
+        if evals.questions is None:
+            return [score(evals, row) for row in log_p]
+        asked = evals.questions
+        answers = generate(
+            self.base,
+            weights,
+            scales,
+            asked.prompts,
+            stops=asked.stops,
+            new_tokens=asked.new_tokens,
+            runtime=self.runtime,
+            at_once=min(budget, self.cached),
+            advance=advance,
+        )
+        return [score(evals, row, asked.texts(own)) for row, own in zip(log_p, answers, strict=True)]
 
     def _log_p(
-        self, weights: Stack, scales: Scales, requests: Requests, jobs: int, advance: Callable[[float], None]
+        self,
+        weights: Stack,
+        scales: Scales,
+        requests: Requests,
+        budget: int,
+        advance: Callable[[float], None],
     ) -> Float[np.ndarray, "J N"]:
+        jobs = jax.tree.leaves(weights)[0].shape[1]
         out = np.zeros((jobs, requests.size))
         starts = np.cumsum([0] + [len(t) for t in requests.targets])
         groups = requests.carriers()
@@ -164,55 +197,63 @@ class Scorer:
         tops = split_lengths(lengths, 1 + len(groups) // 128)
         for low, length in zip([0, *tops], tops, strict=False):
             fits = [groups[i] for i in np.flatnonzero((lengths > low) & (lengths <= length))]
-            batches = -(-len(fits) // max(1, self.budget // (length * jobs)))
+            batches = -(-len(fits) // max(1, budget // (length * jobs)))
             size = -(-len(fits) // batches)
             width = max(sum(len(requests.targets[i]) for i in group) for group in fits)
             for start in range(0, len(fits), size):
                 part = fits[start : start + size]
-                arrays, ids = _batch(requests, part, starts, size, length, width)
-                losses = np.asarray(self.step(weights, scales, self.base.params, *arrays), np.float64)
+                arrays, ids = lay_out(requests, part, starts, size, length, width)
+                losses = np.asarray(self.step(weights, scales, self.base.params, *arrays), np.float64)  # type: ignore[arg-type]
                 out[:, ids[ids >= 0]] = -losses[:, ids >= 0]
                 advance(jobs * sum(len(requests.sequences[group[0]]) for group in part))
         return out
 
 
-def _batch(
-    requests: Requests,
-    groups: Sequence[Sequence[int]],
-    starts: np.ndarray,
-    size: int,
-    length: int,
-    width: int,
-) -> tuple[tuple[Any, ...], Int32[np.ndarray, "B P"]]:
-    tokens, rows = np.zeros((size, length), np.int32), np.full((size, length), -1, np.int32)
-    trained, targets = np.zeros((size, width), np.int32), np.full((size, width), -1, np.int32)
-    ids = np.full((size, width), -1, np.int64)
-    for row, group in enumerate(groups):
-        sequence = requests.sequences[group[0]]
-        tokens[row, : len(sequence)], rows[row, : len(sequence)] = sequence, row
-        at = 0
-        for i in group:
-            n = len(requests.targets[i])
-            trained[row, at : at + n], targets[row, at : at + n] = requests.positions[i], requests.targets[i]
-            ids[row, at : at + n] = np.arange(starts[i], starts[i] + n)
-            at += n
-    positions = np.broadcast_to(np.arange(length, dtype=np.int32), (size, length))
-    return (tokens, positions, rows, trained, targets), ids
+def _scaled(advance: Callable[[float], None], share: float) -> Callable[[float], None]:
+    return lambda tokens: advance(share * tokens)
+
+
+@jax.jit
+def _take(stacks: tuple[Stack, Scales], slots: Int32[Array, " J"]) -> tuple[Stack, Scales]:
+    return jax.tree.map(lambda stack: jnp.take(stack, slots, axis=1), stacks)
 
 
 @dataclass(frozen=True)
 class EvalSet:
-    """Hold a held-out part, ready to be scored: which requests make up the loss, and which the options."""
+    """Hold a held-out part, ready to be scored: which requests make up the loss, and which the options.
+
+    The metric is that of `questions` if any, else choice_accuracy of `choices` if any, else the loss.
+    """
 
     requests: Requests
     loss: Int32[np.ndarray, " T"]
+    counts: Int32[np.ndarray, " rows"]  # trained tokens of each row, in the order of `loss`
     options: Int32[np.ndarray, " K"]  # in the order of `choices`' entries
-    choices: Choices | None  # None: the metric is the loss
-    rows: int
+    choices: Choices | None
+    questions: Questions | None
+
+    @property
+    def rows(self) -> int:
+        """Count the rows."""
+        return len(self.counts)
+
+    @property
+    def tokens(self) -> int:
+        """Count the tokens that are run at most, for one adapter."""
+        return self.requests.tokens + (self.questions.tokens if self.questions else 0)
+
+    @property
+    def longest(self) -> int:
+        """Count the tokens of the longest sequence that is run, padding and a generated answer included."""
+        lengths = np.array([len(sequence) for sequence in self.requests.sequences])
+        most = split_lengths(lengths, 1)[0]
+        return max(most, self.questions.longest) if self.questions else most
 
 
-def make_eval_set(examples: Examples, choices: Choices | None) -> EvalSet:
-    """Lay out the requests of a held-out part; with `choices` the metric is choice_accuracy, else the loss."""
+def make_eval_set(
+    examples: Examples, choices: Choices | None = None, questions: Questions | None = None
+) -> EvalSet:
+    """Lay out the requests of a held-out part; without `choices` and `questions` the metric is the loss."""
     requests = Requests()
     rows = zip(examples.tokens, examples.heads, examples.targets, strict=True)
     loss = [requests.add(tokens, heads, targets) for tokens, heads, targets in rows]
@@ -222,14 +263,54 @@ def make_eval_set(examples: Examples, choices: Choices | None) -> EvalSet:
         for entries in np.split(by_sequence, np.flatnonzero(np.diff(choices.sequence[by_sequence])) + 1):
             sequence = choices.sequences[choices.sequence[entries[0]]]
             options[entries] = requests.add(sequence, choices.position[entries], choices.target[entries])
-    return EvalSet(requests, np.concatenate(loss), options, choices, len(examples))
+    counts = np.array([len(ids) for ids in loss], np.int32)
+    return EvalSet(requests, np.concatenate(loss), counts, options, choices, questions)
 
 
-def score(evals: EvalSet, log_p: Float[np.ndarray, " N"]) -> Score:
-    """Turn log-probabilities into a score: the loss is the mean over trained tokens, options go by `accuracy`."""
+def read_eval_set(
+    data: DataConfig, examples: Examples, train: Examples, tokenizer: Any, model: str, directory: Path
+) -> EvalSet:
+    """Lay out a held-out part for the metric of `data`.
+
+    Args:
+      data: the section of the sweep; its files are not read.
+      examples: the rows of the part.
+      train: the training rows, whose distinct completions are options where nothing else names any.
+      tokenizer: the model's.
+      model: its name, for the stop tokens of its generation_config.json.
+      directory: where the module of a user's metric may lie.
+
+    Raises:
+      UserError: the rows do not fit the metric, or a user's metric cannot be used.
+    """
+    if data.metric == "loss":
+        return make_eval_set(examples)
+    if data.metric == "choice_accuracy":
+        choices = make_choices(examples, tokenizer, choices=data.choices or None, train=train)
+        return make_eval_set(examples, choices)
+    exact = data.metric == "exact_match"
+    metric = make_answer(data.answer) if exact else load_metric(data.metric, directory)
+    stops = stop_ids(model)
+    asked = make_questions(examples, tokenizer, metric, new_tokens=data.max_new_tokens, stops=stops)
+    return make_eval_set(examples, questions=asked)
+
+
+def score(evals: EvalSet, log_p: Float[np.ndarray, " N"], texts: Sequence[str] = ()) -> Score:
+    """Turn log-probabilities and generated texts into a score; the loss is the mean over trained tokens."""
+    losses = np.add.reduceat(-log_p[evals.loss], np.cumsum(evals.counts) - evals.counts)
     loss = float(-log_p[evals.loss].mean())
-    value = loss if evals.choices is None else accuracy(evals.choices, log_p[evals.options])
-    return Score(score=value, loss=loss, rows=evals.rows, tokens=len(evals.loss))
+    if evals.questions is not None:
+        values = evals.questions.grade(texts)
+        value = float(values.mean())
+        share = evals.questions.proportion
+        interval = wilson(value, evals.rows) if share else normal(values, np.ones(evals.rows))
+    elif evals.choices is not None:
+        value = accuracy(evals.choices, log_p[evals.options])
+        interval = wilson(value, evals.rows)
+    else:
+        value, interval = loss, normal(losses, evals.counts)
+    low, high = interval or (None, None)
+    return Score(value, loss, evals.rows, len(evals.loss), low, high)
 
 
 def eval_command(
@@ -240,6 +321,8 @@ def eval_command(
     json_path: Path | None,
     *,
     max_length: int = 1024,
+    answer: str = "whole",
+    max_new_tokens: int = 64,
 ) -> int:
     """Score a model and PEFT adapters on it on the rows of a file, print one line each, and return the exit code.
 
@@ -248,14 +331,20 @@ def eval_command(
     Raises:
       UserError: the model, an adapter, the data or the metric cannot be used.
     """
-    if metric not in HIGHER_IS_BETTER:
-        raise UserError(f"--metric {metric}: allowed are {', '.join(HIGHER_IS_BETTER)}")
+    if metric not in METRICS and not USERS.fullmatch(metric):
+        raise UserError(f"--metric {metric}: allowed are {', '.join(METRICS)}, or module:function")
+    if answer != "whole" and metric != "exact_match":
+        raise UserError(f"--answer {answer} has no effect with the metric {metric}")
+    try:
+        how = parse_answer(answer)
+    except ValueError as error:
+        raise UserError(f"--answer {answer}: {error}") from None
+    section = DataConfig(data, metric=metric, answer=how, max_new_tokens=max_new_tokens)
     config = load_config(model)
     tokenizer = load_tokenizer(model)
     examples = read_examples(data, tokenizer, max_length=max_length, vocab_size=config.vocab_size)
     print(f"data: {examples.report}")
-    choices = make_choices(examples, tokenizer, train=examples) if metric == "choice_accuracy" else None
-    evals = make_eval_set(examples, choices)
+    evals = read_eval_set(section, examples, examples, tokenizer, model, Path("."))
     loaded: list[tuple[Job, Adapter] | None] = [None]
     for directory in adapters:
         adapter, fields = import_adapter(directory, config)
@@ -267,9 +356,14 @@ def eval_command(
         {"model": model, "adapter": n, "metric": metric, **vars(s)}
         for n, s in zip(names, scores, strict=True)
     ]
-    for row in rows:
-        found = "" if metric == "loss" else f"{metric} {row['score']:.4f}, "
-        print(f"{row['adapter'] or 'base model'}: {found}loss {row['loss']:.4f}")
+    for row, result in zip(rows, scores, strict=True):
+        found = "" if metric == "loss" else f"{metric} {result.score:.4f}{_between(result)}, "
+        spread = _between(result) if metric == "loss" else ""
+        print(f"{row['adapter'] or 'base model'}: {found}loss {result.loss:.4f}{spread}")
     if json_path:
         write_json(json_path, rows)
     return 0
+
+
+def _between(score: Score) -> str:
+    return "" if score.low is None or score.high is None else f" ({score.low:.4f} to {score.high:.4f})"

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from plora_jax.jobs import Job
+from plora_jax.metrics import higher_is_better
 from plora_jax.rundir import RunDirectory, write_atomic, write_json
 
 if TYPE_CHECKING:  # evaluate computes with JAX, which readers of a leaderboard need not
@@ -40,6 +41,8 @@ class Result:
             "status": self.status,
             "score": self.score.score if self.score else None,
             "loss": self.score.loss if self.score else None,
+            "low": self.score.low if self.score else None,
+            "high": self.score.high if self.score else None,
             "steps": self.steps,
             "tokens": self.tokens,
             "reason": self.reason,
@@ -71,9 +74,7 @@ def _read_result(run: RunDirectory, job_id: str) -> Result | None:
 
 def rank(results: list[Result], metric: str) -> list[dict[str, Any]]:
     """Return the rows of the leaderboard, ordered by `rank_rows`."""
-    from plora_jax.evaluate import HIGHER_IS_BETTER
-
-    return rank_rows([result.row() for result in results], HIGHER_IS_BETTER[metric])
+    return rank_rows([result.row() for result in results], higher_is_better(metric))
 
 
 def rank_rows(rows: list[dict[str, Any]], higher_is_better: bool) -> list[dict[str, Any]]:
@@ -122,14 +123,12 @@ def write_leaderboard(
     run: RunDirectory, metric: str, base: "Score", rows: list[dict[str, Any]], test: dict[str, Any] | None
 ) -> None:
     """Write leaderboard.json and leaderboard.csv; `test` holds the scores of base and best on the test part."""
-    from plora_jax.evaluate import HIGHER_IS_BETTER
-
     write_json(
         run.path / "leaderboard.json",
         {
             "metric": metric,
-            "higher_is_better": HIGHER_IS_BETTER[metric],
-            "base": {"score": base.score, "loss": base.loss, "rows": base.rows},
+            "higher_is_better": higher_is_better(metric),
+            "base": vars(base),
             "test": test,
             "jobs": rows,
         },

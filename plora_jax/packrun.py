@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from plora_jax.checkpoint import Checkpoints
 from plora_jax.data.layout import steps_per_epoch, total_steps
-from plora_jax.evaluate import HIGHER_IS_BETTER, Score
+from plora_jax.evaluate import Score
 from plora_jax.faults import fault
 from plora_jax.journal import RunState
+from plora_jax.metrics import higher_is_better
 from plora_jax.peft import export_adapter, replace_directory
 from plora_jax.program import Program
 from plora_jax.rundir import JsonLines, keep_lines
@@ -63,7 +64,7 @@ class PackRun:
         self.held: list[Held | None] = [None] * self.trainer.spec.slots
         self.metrics: dict[str, JsonLines] = {}
         self.evals: dict[str, JsonLines] = {}
-        self.sign = 1.0 if HIGHER_IS_BETTER[self.sweep.data.metric] else -1.0
+        self.sign = 1.0 if higher_is_better(self.sweep.data.metric, self.sweep.base_dir) else -1.0
         self.looked = self.saved = time.monotonic()
         self.written = 0  # micro-step of the last checkpoint
         self.asked_at = 0.0  # when other packs' jobs were looked at
@@ -144,9 +145,10 @@ class PackRun:
         new = [j for j in slots if keys[j] not in known]
         if new:
             self.worker.status(phase=f"scoring, {self.name}")
-            taken = [self.trainer.take(j) for j in new]
-            adapters = [(trained.job, trained.adapter) for trained in taken]
-            scores = self.worker.scorer.score(adapters, self.worker.task().eval)
+            state = self.trainer.state
+            scores = self.worker.scorer.score_slots(
+                state.weights, state.scales, new, self.worker.task().eval, tokens=self.program.tokens
+            )
             lines = []
             for j, score in zip(new, scores, strict=True):
                 held, (job_id, step) = self._held(j), keys[j]

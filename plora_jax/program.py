@@ -43,6 +43,11 @@ class Program:
             packing,
         )
 
+    @property
+    def tokens(self) -> int:
+        """Count the tokens of the largest micro-step, padding included."""
+        return self.spec.slots * (1 if self.packing else self.m) * max(shape.S for shape in self.shapes)
+
     @cached_property
     def signature(self) -> Signature:
         """Say in the planner's words which jobs fit."""

@@ -11,10 +11,10 @@ import numpy as np
 from plora_jax.errors import UserError
 from plora_jax.jobs import JOB_FIELDS
 from plora_jax.leaderboard import rank_rows
+from plora_jax.metrics import wilson
 from plora_jax.rundir import is_run
 from plora_jax.runfiles import RunFiles, entries, job_of, kind, mapping, mappings, number
 from plora_jax.spans import ENDS, Bar, Span, fold
-from plora_jax.stats import wilson
 
 FRESH_S = 60.0  # a run of another machine, whose lock cannot be seen, goes on if it wrote within this time
 PAUSE_S = 30.0  # a longer silence before a restart is cut out of the time axis

@@ -39,6 +39,7 @@ SPOKEN = {  # what users of other tools write, and the word here
     "sequence_len": "max_length",
     "max_seq_length": "max_length",
     "num_samples": "sample",
+    "max_tokens": "max_new_tokens",
     "n": "sample",
     "strategy": "method",
     "n_trials": "budget",

@@ -1,23 +1,13 @@
-"""The statistics of a report: intervals of an accuracy, and how much of the scores one hyperparameter explains."""
+"""The statistics of a report: how much of the scores one hyperparameter explains."""
 
-import math
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-Z95 = 1.959963984540054
 GROUPS = 5  # a knob with more values than this is cut into as many groups of equal count
 SHUFFLES = 400
-
-
-def wilson(share: float, rows: int) -> tuple[float, float]:
-    """Return the 95 % interval of a share of `rows` independent rows (Wilson 1927)."""
-    z2 = Z95**2
-    middle = (share + z2 / (2 * rows)) / (1 + z2 / rows)
-    half = Z95 / (1 + z2 / rows) * math.sqrt(max(share * (1 - share), 0.0) / rows + z2 / (4 * rows**2))
-    return max(middle - half, 0.0), min(middle + half, 1.0)
 
 
 class Group(NamedTuple):

@@ -7,12 +7,11 @@ from typing import Any
 from rich.console import Console
 
 from plora_jax.adapters import Adapter
-from plora_jax.config import DataConfig, Sweep
-from plora_jax.data.choices import make_choices
+from plora_jax.config import Sweep
 from plora_jax.data.encode import read_examples
 from plora_jax.data.examples import Examples, overlap
 from plora_jax.errors import UserError
-from plora_jax.evaluate import EvalSet, make_eval_set
+from plora_jax.evaluate import EvalSet, read_eval_set
 from plora_jax.jobs import Job
 from plora_jax.models.config import ModelConfig
 from plora_jax.peft import import_adapter
@@ -76,14 +75,9 @@ def read_task(sweep: Sweep, jobs: Sequence[Job], tokenizer: Any, vocab_size: int
             if warning := overlap(files[name], part):
                 console.print(f"warning: {warning}", soft_wrap=True, highlight=False, markup=False)
     first = train[jobs[0].job_id]
-    held_out = {part: _eval_set(data, examples, first, tokenizer) for part, examples in parts.items()}
+    held_out = {
+        part: read_eval_set(data, examples, first, tokenizer, sweep.model, sweep.base_dir)
+        for part, examples in parts.items()
+    }
     digests = {name: examples.digest for name, examples in files.items()}
     return Task(train, held_out["eval"], held_out.get("test"), digests)
-
-
-def _eval_set(data: DataConfig, examples: Examples, train: Examples, tokenizer: Any) -> EvalSet:
-    if data.metric != "choice_accuracy":
-        return make_eval_set(examples, None)
-    return make_eval_set(
-        examples, make_choices(examples, tokenizer, choices=data.choices or None, train=train)
-    )

@@ -23,10 +23,11 @@ from rich.console import Console
 
 from plora_jax.config import Sweep, parse_sweep
 from plora_jax.early_stop import make_rule
-from plora_jax.evaluate import HIGHER_IS_BETTER, Score, Scorer, runtime_for
+from plora_jax.evaluate import Score, Scorer, runtime_for
 from plora_jax.jobs import Job
 from plora_jax.journal import BASE, MAX_ATTEMPTS, TEST, Journal, RunState, try_lock
 from plora_jax.leaderboard import rank, read_results
+from plora_jax.metrics import higher_is_better
 from plora_jax.models.load import Base, load_base
 from plora_jax.packrun import PackRun
 from plora_jax.peft import import_adapter
@@ -71,7 +72,9 @@ class Worker:
         self.console = console or make_console()
         self.base = base or load_base(self.sweep.model, precision=self.sweep.precision.base)  # type: ignore[arg-type]
         self.scorer = Scorer(self.base, runtime_for(self.base))
-        self.rule = make_rule(self.sweep.early_stop, HIGHER_IS_BETTER[self.sweep.data.metric])
+        self.rule = make_rule(
+            self.sweep.early_stop, higher_is_better(self.sweep.data.metric, self.sweep.base_dir)
+        )
         self.on_status, self.asked = on_status, 0
         self._status: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname()}
         self._wrote, self.tokens = 0.0, 0

@@ -22,6 +22,7 @@ def plan_and_sweep(directory: Path, sweep: Path) -> str:
 
 
 GOOD_DATA = {"train": "train.jsonl", "eval": "eval.jsonl", "max_length": 16}
+EXACT = GOOD_DATA | {"metric": "exact_match"}
 
 SWEEPS: list[tuple[dict[str, Any], str]] = [
     ({"model": None}, "model: is missing"),
@@ -39,6 +40,29 @@ SWEEPS: list[tuple[dict[str, Any], str]] = [
     ({"data": GOOD_DATA | {"train": ["a", "b"]}}, "data.train (line 3): ['a', 'b'] is not text"),
     ({"data": GOOD_DATA | {"train": " "}}, "data.train (line 3): is empty"),
     ({"data": GOOD_DATA | {"eval": "train.jsonl"}}, "two of them name the same file"),
+    ({"data": GOOD_DATA | {"eval": "./train.jsonl"}}, "two of them name the same file"),
+    ({"data": GOOD_DATA | {"test": "model/../eval.jsonl"}}, "two of them name the same file"),
+    (
+        {"data": GOOD_DATA | {"answer": "last_number"}},
+        "data.answer (line 6): has no effect with the metric loss",
+    ),
+    (
+        {"data": EXACT | {"answer": "lastnumber"}},
+        "data.answer (line 7): 'lastnumber' is not known; expected whole",
+    ),
+    (
+        {"data": EXACT | {"answer": {"before": "x"}}},
+        "data.answer (line 7): {'before': 'x'} is not one of whole",
+    ),
+    ({"data": EXACT | {"answer": {"after": " "}}}, "data.answer (line 7): after is empty"),
+    ({"data": EXACT | {"answer": {"after": "a", "regex": "b"}}}, "is not one of whole"),
+    ({"data": EXACT | {"answer": {"after": 4}}}, "is not allowed here; expected whole, last_number"),
+    ({"data": EXACT | {"answer": {"regex": "(a"}}}, "is not a regular expression"),
+    ({"data": EXACT | {"max_new_tokens": 0}}, "data.max_new_tokens (line 7): 0 is too small"),
+    (
+        {"data": GOOD_DATA | {"max_new_tokens": 9}},
+        "data.max_new_tokens (line 6): has no effect with the metric",
+    ),
     ({"data": GOOD_DATA | {"max_length": 0}}, "data.max_length (line 5): 0 is too small"),
     ({"data": GOOD_DATA | {"max_length": -5}}, "data.max_length (line 5): -5 is too small"),
     ({"data": GOOD_DATA | {"max_length": "long"}}, "data.max_length (line 5): the text 'long'"),
@@ -358,11 +382,6 @@ def test_a_directory_already_used(tmp_path: Path) -> None:
     ("changes", "says"),
     [
         ({"precision": "nf4"}, "precision.base: nf4 can be planned but not trained yet"),
-        (
-            {"data": GOOD_DATA | {"metric": "exact_match"}},
-            "data.metric: exact_match is not scored by a sweep yet",
-        ),
-        ({"data": GOOD_DATA | {"metric": "my.module:score"}}, "data.metric: my.module:score is not scored"),
         (
             {"search": {"rank": [4, 8], "method": "optuna", "budget": {"jobs": 2}}},
             "search.method: optuna can be planned but not run yet",

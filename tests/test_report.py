@@ -15,11 +15,12 @@ import pytest
 from plora_jax.errors import UserError
 from plora_jax.figures import binned, curves, parallel, path
 from plora_jax.jobs import Job
+from plora_jax.metrics import wilson
 from plora_jax.report import MAX_REASON, render, tokens, write_report
 from plora_jax.runfiles import RunFiles
 from plora_jax.runview import RunView, read_view
 from plora_jax.scale import Scale
-from plora_jax.stats import label, wilson
+from plora_jax.stats import label
 from plora_jax.timeline import timeline
 from tests.made_run import START, Writer, make_jobs, make_run, write_lines
 from tests.page import Node, parse

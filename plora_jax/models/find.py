@@ -52,6 +52,21 @@ def load_tokenizer(name: str) -> Any:
         raise UserError(f"{name}: no tokenizer could be loaded: {reason}") from None
 
 
+def stop_ids(name: str) -> tuple[int, ...]:
+    """Return the ids that end a model's answers by its config.json and generation_config.json, where it has them."""
+    path = Path(name).expanduser()
+    if not path.is_dir():
+        try:
+            path = hub_snapshot(name, SMALL_FILES)
+        except UserError:  # a .gguf file, or a model made in Python: its tokenizer knows its EOS
+            return ()
+    found: list[int] = []
+    for file in ("config.json", "generation_config.json"):
+        ids = read_json(path / file).get("eos_token_id") if (path / file).is_file() else None
+        found += [ids] if isinstance(ids, int) else ids or []
+    return tuple(dict.fromkeys(found))
+
+
 def hub_snapshot(name: str, patterns: list[str]) -> Path:
     """Return a directory with the matching files of a hub model, from the cache or the hub; or UserError."""
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
