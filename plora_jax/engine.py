@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import signal
 import time
@@ -37,6 +38,8 @@ from plora_jax.worker import Preempted, Worker
 
 # Forward passes that a trained token costs: its own, and a backward pass to the inputs alone.
 TRAINING_WORK = 2.0
+SAMPLE_S = 10.0  # seconds between two lines of a worker's measurements in events.jsonl
+UNSAMPLED = ("time", "pid", "host", "jobs", "phase")
 
 
 def run_sweep(
@@ -100,7 +103,7 @@ def run_sweep(
         _write_start(run, journal, left, plan, settings)
         work = {job.job_id: _work(job, task, scored[job.job_id]) for job in jobs}
         with Progress(console, sum(work.values())) as progress:
-            watch = _Watch(journal, progress, work)
+            watch = _Watch(run, journal, progress, work)
             if journal.refresh().finished:
                 pass
             elif site.launcher is None:
@@ -176,16 +179,22 @@ def _work(job: Job, task: Task, scored: int) -> float:
 
 
 class _Watch:
-    """Turn what workers say of themselves into progress."""
+    """Turn what workers say of themselves into progress, and now and then into a line of events.jsonl."""
 
-    def __init__(self, journal: Journal, progress: Progress, work: Mapping[str, float]) -> None:
-        self.journal, self.progress, self.work = journal, progress, work
+    def __init__(
+        self, run: RunDirectory, journal: Journal, progress: Progress, work: Mapping[str, float]
+    ) -> None:
+        self.run, self.journal, self.progress, self.work = run, journal, progress, work
+        self.sampled: dict[str, float] = {}
         self.done, self.tokens, self.phase, self.since = 0.0, 0, "", time.time()
         self.workers: dict[str, dict[str, Any]] = {}
 
     def update(self, name: str, status: dict[str, Any]) -> None:
         """Take in one worker's state."""
         self.workers[name] = dict(status)
+        if time.monotonic() - self.sampled.get(name, -math.inf) >= SAMPLE_S:
+            self.sampled[name] = time.monotonic()
+            self.run.event("sample", worker=name, **{k: v for k, v in status.items() if k not in UNSAMPLED})
         at_work = [
             str(w["pack"] if "-" in w["pack"] else w["phase"]) for w in self.workers.values() if w.get("pack")
         ]

@@ -29,6 +29,7 @@ from plora_jax.journal import BASE, MAX_ATTEMPTS, TEST, Journal, RunState, try_l
 from plora_jax.leaderboard import rank, read_results
 from plora_jax.metrics import higher_is_better
 from plora_jax.models.load import Base, load_base
+from plora_jax.monitor import sample
 from plora_jax.packrun import PackRun
 from plora_jax.peft import import_adapter
 from plora_jax.progress import make_console
@@ -236,7 +237,7 @@ class Worker:
         self._status |= values
         if changed or now - self._wrote >= STATUS_S:
             self._wrote = now
-            self._status["time"] = round(now, 3)
+            self._status |= {"time": round(now, 3)} | sample(jax.local_devices())
             (self.run.path / "workers").mkdir(exist_ok=True)
             write_json(self.run.path / "workers" / f"{self.name}.json", self._status, sync=False)
             self.on_status(self._status)

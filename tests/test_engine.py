@@ -237,6 +237,14 @@ def test_the_file_of_a_run_from_python_names_its_jobs(job: Job) -> None:
     assert search_jobs(parse_sweep(resolved(sweep))) == [job, Job(learning_rate=1e-3)]
 
 
+def test_what_a_run_uses_is_in_its_events(run):
+    lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    found = [line for line in lines if line["event"] == "sample"]
+    assert {line["worker"] for line in found} == {"0"}
+    assert all(line["host_rss_bytes"] > 1e8 and line["host_free_bytes"] > 0 for line in found)
+    assert "host_rss_bytes" in json.loads((run / "workers" / "0.json").read_text())
+
+
 def test_packing_changes_the_layout_and_no_number(run, sweep_file, tmp_path):
     text = (run / "sweep.yaml").read_text()
     assert "  packing: false\n" in text
