@@ -18,8 +18,8 @@ CLOSE = 1e-9  # a fraction this close to a rung has reached it
 class Point(NamedTuple):
     """Hold one evaluation of a job: optimizer steps done, their share of all its steps, and what was measured.
 
-    `loss` is held-out, `train_loss` that of the steps since the evaluation before. A job that failed gets a last
-    point at fraction 1 whose score is NaN.
+    `loss` is held-out, `train_loss` that of the steps since the evaluation before. A last point at fraction 1 whose
+    score is NaN stands for a job that failed: without one, `halving` stops no more jobs of its cohort.
     """
 
     step: int
