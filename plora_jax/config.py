@@ -85,6 +85,16 @@ class Export:
 
 
 @dataclass(frozen=True)
+class LogConfig:
+    """Say where the jobs' losses and scores are sent, beside the run's own files."""
+
+    to: tuple[Literal["tensorboard", "wandb"], ...] = setting(
+        (), "trackers; each needs its extra of plora-jax"
+    )
+    project: str = setting("", "project of Weights & Biases; empty: plora")
+
+
+@dataclass(frozen=True)
 class Sweep:
     """Hold one checked SWEEP.yaml."""
 
@@ -96,6 +106,7 @@ class Sweep:
     early_stop: EarlyStop = field(default=EarlyStop())
     precision: Precision = Precision()
     export: Export = Export()
+    log: LogConfig = LogConfig()
     devices: str = setting("auto", "auto, cpu, or a count and kind such as 8xA100-40GB")
     base_dir: Path = field(default=Path("."))  # where relative paths start; without it, the file's directory
 
@@ -110,8 +121,9 @@ SECTIONS = {
     "early_stop": EarlyStop,
     "precision": Precision,
     "export": Export,
+    "log": LogConfig,
 }
-TOP = ["model", "data", "search", "train", "eval", "early_stop", "precision", "export", "devices", "base_dir"]
+TOP = ["model", "data", "search", "train", *list(SECTIONS)[1:], "devices", "base_dir"]
 SECTION_OF = {f.name: name for name, kind in reversed(SECTIONS.items()) for f in fields(kind)} | BELONGS
 
 
@@ -194,6 +206,9 @@ def _sweep(raw: dict[str, Any], faults: Faults, base_dir: Path) -> Sweep:
     if None not in (parts["eval"].get("every_epochs"), parts["eval"].get("every_steps")):
         faults.add(("eval",), "every_epochs and every_steps are both given; keep one of them")
     check_early_stop(parts["early_stop"], faults)
+    log = parts["log"]
+    if log.get("project") and "wandb" not in log.get("to", ()):
+        faults.add(("log", "project"), "has no effect without wandb in log.to; add it or leave project out")
     train = read_train(raw.get("train"), faults, SECTION_OF)
     search = read_search(raw, train, faults, SECTION_OF)
     faults.check()
@@ -207,6 +222,7 @@ def _sweep(raw: dict[str, Any], faults: Faults, base_dir: Path) -> Sweep:
         early_stop=EarlyStop(**parts["early_stop"]),
         precision=Precision(**parts["precision"]),
         export=Export(**parts["export"]),
+        log=LogConfig(**parts["log"]),
         base_dir=base_dir.absolute(),
         **top,
     )

@@ -7,7 +7,9 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +36,12 @@ from plora_jax.rundir import RunDirectory, check_unused, open_run, write_atomic,
 from plora_jax.site import LaunchOptions, Site, find_site
 from plora_jax.space import EXCLUDES, ONLY_WITH
 from plora_jax.task import Task, read_task, start_adapters
+from plora_jax.trackers import Feed, check_trackers
 from plora_jax.worker import Preempted, Worker
 
 # Forward passes that a trained token costs: its own, and a backward pass to the inputs alone.
 TRAINING_WORK = 2.0
+FEED_S = 2.0  # seconds between two looks at what trackers get
 SAMPLE_S = 10.0  # seconds between two lines of a worker's measurements in events.jsonl
 UNSAMPLED = ("time", "pid", "host", "jobs", "phase")
 
@@ -74,6 +78,7 @@ def run_sweep(
         raise UserError("; ".join(missing))
     console = console or make_console()
     check_unused(out, resume)
+    check_trackers(sweep.log.to)
     site = _site(sweep, launch, base)
     if site.note:
         say(console, site.note)
@@ -102,8 +107,9 @@ def run_sweep(
         settings = {"scope": scope, "checkpoint_s": checkpoint_s, "devices": asdict(site.devices)}
         _write_start(run, journal, left, plan, settings)
         work = {job.job_id: _work(job, task, scored[job.job_id]) for job in jobs}
-        with Progress(console, sum(work.values())) as progress:
-            watch = _Watch(run, journal, progress, work)
+        feed = Feed(run, journal.state.jobs, sweep.log.to, sweep.log.project, partial(say, console))
+        with Progress(console, sum(work.values())) as progress, closing(feed):
+            watch = _Watch(run, journal, progress, feed, work)
             if journal.refresh().finished:
                 pass
             elif site.launcher is None:
@@ -179,13 +185,19 @@ def _work(job: Job, task: Task, scored: int) -> float:
 
 
 class _Watch:
-    """Turn what workers say of themselves into progress, and now and then into a line of events.jsonl."""
+    """Turn what workers say of themselves into progress, now and then into lines of events.jsonl, and feed trackers."""
 
     def __init__(
-        self, run: RunDirectory, journal: Journal, progress: Progress, work: Mapping[str, float]
+        self,
+        run: RunDirectory,
+        journal: Journal,
+        progress: Progress,
+        feed: Feed,
+        work: Mapping[str, float],
     ) -> None:
-        self.run, self.journal, self.progress, self.work = run, journal, progress, work
+        self.run, self.journal, self.progress, self.feed, self.work = run, journal, progress, feed, work
         self.sampled: dict[str, float] = {}
+        self.fed = -math.inf
         self.done, self.tokens, self.phase, self.since = 0.0, 0, "", time.time()
         self.workers: dict[str, dict[str, Any]] = {}
 
@@ -195,6 +207,9 @@ class _Watch:
         if time.monotonic() - self.sampled.get(name, -math.inf) >= SAMPLE_S:
             self.sampled[name] = time.monotonic()
             self.run.event("sample", worker=name, **{k: v for k, v in status.items() if k not in UNSAMPLED})
+        if time.monotonic() - self.fed >= FEED_S:
+            self.feed.poll()
+            self.fed = time.monotonic()
         at_work = [
             str(w["pack"] if "-" in w["pack"] else w["phase"]) for w in self.workers.values() if w.get("pack")
         ]

@@ -1,10 +1,18 @@
 """The page on SWEEP.yaml says what the code does."""
 
 import re
+import shlex
+import shutil
+import subprocess
 
+import pytest
+import yaml
+
+from plora_jax.cli import _parser
 from plora_jax.config import parse_sweep
 from plora_jax.early_stop import EarlyStop, expected_fraction
 from plora_jax.jobs import JOB_FIELDS
+from plora_jax.launch_slurm import WORKERS
 from plora_jax.search import search_jobs
 from scripts.docs_config import PAGE, page
 
@@ -43,3 +51,50 @@ def test_the_page_on_search_holds_a_sweep_and_true_costs() -> None:
     rules = [EarlyStop("asha", reduction_factor=eta) for eta in (2, 3, 4)] + [EarlyStop("asha", brackets=2)]
     costs = [expected_fraction(rule, 100_000, 100_000) or 0 for rule in rules]
     assert told and [round(100 * cost) for cost in costs] == [int(n) for n in told.groups()]
+
+
+CLUSTER = (PAGE.parent / "cluster.md").read_text(encoding="utf-8")
+
+
+def test_the_commands_on_clusters_are_ones() -> None:
+    commands = re.findall(r"^(?:sbatch scripts/slurm/sweep.sbatch|plora sweep) .*$", CLUSTER, re.MULTILINE)
+    assert len(commands) == 3
+    for command in commands:
+        words = shlex.split(command)[2:]
+        _parser().parse_args(["sweep", *words])
+    assert (PAGE.parent.parent / "scripts" / "slurm" / "sweep.sbatch").exists()
+
+
+def test_the_manifest_of_kubernetes() -> None:
+    [block] = re.findall(r"```yaml\n(.*?)```", CLUSTER, re.DOTALL)
+    job, claim = yaml.safe_load_all(block)
+    assert (job["apiVersion"], job["kind"], claim["kind"]) == ("ray.io/v1", "RayJob", "PersistentVolumeClaim")
+    command, _, check = job["spec"]["entrypoint"].partition(" || ")
+    args = _parser().parse_args(shlex.split(command)[1:])
+    assert args.launcher == "ray" and args.resume and check == f"test -e {args.out}/leaderboard.json"
+    cluster = job["spec"]["rayClusterSpec"]
+    locked = (PAGE.parent.parent / "scripts" / "constraints.txt").read_text()
+    assert f"\nray=={cluster['rayVersion']}\n" in locked
+    assert f"rayproject/ray:{cluster['rayVersion']}-py312" in CLUSTER
+    [group] = cluster["workerGroupSpecs"]
+    assert cluster["headGroupSpec"]["rayStartParams"] == {"num-cpus": "0"}
+    for part in (cluster["headGroupSpec"], group):  # driver and workers see one run directory
+        spec = part["template"]["spec"]
+        [volume], [container] = spec["volumes"], spec["containers"]
+        assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+        [mount] = container["volumeMounts"]
+        assert mount["name"] == volume["name"] and str(args.out).startswith(mount["mountPath"])
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    assert group["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "1"
+
+
+@pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
+def test_the_slurm_scripts_are_sound(tmp_path) -> None:
+    written = tmp_path / "workers.sbatch"
+    options = {"last": 3, "run": "/r", "python": "/p", "path": "/a:/b", "module": "m", "devices": "auto"}
+    written.write_text(
+        WORKERS.format(resources="\n#SBATCH --gres=gpu:1", options="\n#SBATCH -p x", **options)
+    )
+    driver = PAGE.parent.parent / "scripts" / "slurm" / "sweep.sbatch"
+    done = subprocess.run(["shellcheck", driver, written], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
