@@ -306,10 +306,6 @@ def unsupported(sweep: Sweep) -> list[str]:
     if sweep.precision.base in ("int8", "nf4", "fp8"):
         base = sweep.precision.base
         out.append(f"precision.base: {base} can be planned but not trained yet; use auto, fp32 or bf16")
-    if sweep.search.strategy == "optuna":
-        out.append("search.method: optuna can be planned but not run yet; use grid or random")
-    elif (sweep.search.budget.gpu_hours, sweep.search.budget.tokens) != (None, None):
-        out.append("search.budget: only jobs are counted so far; leave gpu_hours and tokens out")
     return out
 
 

@@ -19,6 +19,7 @@ from rich.console import Console
 import planner
 from planner import render_plan
 from plora_jax.config import Sweep, make_sweep, resolved, unsupported
+from plora_jax.drawing import corner_jobs
 from plora_jax.errors import UserError
 from plora_jax.evaluate import Score
 from plora_jax.jobs import Job
@@ -85,10 +86,11 @@ def run_sweep(
     config = base.config if base else load_config(sweep.model)
     tokenizer = (base and base.tokenizer) or load_tokenizer(sweep.model)
     jobs, starts = start_adapters(sweep, config, [*jobs, *_added(out, jobs)] if resume else jobs)
-    task = replace(read_task(sweep, jobs, tokenizer, config.vocab_size, console), starts=starts)
+    corners = corner_jobs(sweep) if sweep.search.is_drawn else []
+    task = replace(read_task(sweep, [*jobs, *corners], tokenizer, config.vocab_size, console), starts=starts)
     scored = {job.job_id: task.eval.tokens for job in jobs}
     left = _unfinished(out, jobs) if resume else jobs
-    plan = plan_jobs(sweep, config, left, task.train, scored, site.devices) if left else None
+    plan = plan_jobs(sweep, config, left, task.train, scored, site.devices, corners=corners) if left else None
     if plan:
         say(console, render_plan(plan))
         check_disk(out, disk_bytes(config, plan))
@@ -105,7 +107,7 @@ def run_sweep(
         by_steps = on_cpu if reproducible is None else reproducible
         scope = "pack" if by_steps and len(site.groups) > 1 else "sweep"
         settings = {"scope": scope, "checkpoint_s": checkpoint_s, "devices": asdict(site.devices)}
-        _write_start(run, journal, left, plan, settings)
+        _write_start(run, journal, left, corners, plan, settings)
         work = {job.job_id: _work(job, task, scored[job.job_id]) for job in jobs}
         feed = Feed(run, journal.state.jobs, sweep.log.to, sweep.log.project, partial(say, console))
         with Progress(console, sum(work.values())) as progress, closing(feed):
@@ -158,13 +160,17 @@ def _unfinished(out: Path, jobs: Sequence[Job]) -> list[Job]:
         job_id for name, pack in state.packs.items() if name not in state.done for job_id in pack["jobs"]
     }
     journal.close()
-    return [job for job in jobs if job.job_id not in whole | open_jobs]
+    drawn = any("corners" in pack for pack in state.packs.values())
+    known = [job for job in jobs if job.job_id in state.jobs or not drawn]
+    held = open_jobs | state.stands.keys() if drawn else open_jobs
+    return [job for job in known if job.job_id not in whole | held]
 
 
 def _write_start(
     run: RunDirectory,
     journal: Journal,
     left: Sequence[Job],
+    corners: Sequence[Job],
     plan: planner.Plan | None,
     settings: dict[str, Any],
 ) -> None:
@@ -174,7 +180,13 @@ def _write_start(
         journal.append("settings", settings=settings | {"scope": before})
         if plan:
             write_atomic(run.path / "plan.json", plan.to_json())
-            journal.add_plan({job.job_id: job.to_dict() for job in left}, plan.to_dict()["packs"])
+            packs = plan.to_dict()["packs"]
+            if (
+                corners and not state.packs
+            ):  # the jobs are drawn as slots fall free; the plan holds their places
+                packs = [pack | {"corners": [job.to_dict() for job in corners]} for pack in packs]
+                left = []
+            journal.add_plan({job.job_id: job.to_dict() for job in left}, packs)
     counts = {"jobs": len(journal.state.jobs), "finished": len(journal.state.ended)}
     run.event("started", **counts, versions=versions(), **settings)
 
@@ -219,8 +231,9 @@ class _Watch:
             self.progress.phase(phase)
         running = [item for w in self.workers.values() for item in (w.get("jobs") or {}).items()]
         ended = self.journal.refresh().ended
-        done = sum(self.work.get(job_id, 0.0) for job_id in ended)
-        done += sum(share * self.work.get(name, 0.0) for name, share in running if name not in ended)
+        usual = sum(self.work.values()) / max(len(self.work), 1)  # of a job that was drawn meanwhile
+        done = sum(self.work.get(job_id, usual) for job_id in ended)
+        done += sum(share * self.work.get(name, usual) for name, share in running if name not in ended)
         tokens = sum(int(w.get("tokens", 0)) for w in self.workers.values())
         loss = status.get("loss")
         note = f"loss {loss:.3f}" if loss is not None else ""

@@ -60,6 +60,13 @@ class RunState:
     )  # (pack, micro-step): fewer slots
     withdrawn: set[str] = field(default_factory=set)
     ended: dict[str, str] = field(default_factory=dict)  # by job_id: status
+    # where jobs are drawn as slots fall free: what the search was asked and told, which job stands for which place of
+    # the plan, and what has been used
+    search: list[tuple[str, Any]] = field(default_factory=list)
+    stands: dict[str, str] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)  # by job_id
+    device_s: float = 0.0
+    begun: dict[str, float] = field(default_factory=dict)  # by pack id: since when a worker has it
 
     def apply(self, line: dict[str, Any]) -> None:
         """Take in one line; of an unknown kind, from a later version, nothing is taken."""
@@ -71,7 +78,11 @@ class RunState:
         """List the jobs planned into a pack that no pack has placed yet, in the order of their planned starts."""
         places = sorted(self.packs[pack]["assign"], key=lambda a: (a["start_s"], a["slot"]))
         gone = self.owner.keys() | self.withdrawn | self.ended.keys()
-        return [a["job_id"] for a in places if a["job_id"] not in gone]
+        planned = [a["job_id"] for a in places]
+        drawn = [
+            job_id for job_id, place in self.stands.items() if place in planned
+        ]  # and lost their slot again
+        return [job_id for job_id in (*drawn, *planned) if job_id not in gone]
 
     @property
     def finished(self) -> bool:
@@ -87,6 +98,8 @@ class RunState:
         for job_id, values in line["jobs"].items():  # a job that is given again runs again
             self.jobs[job_id] = values
             self._forget(job_id)
+        if "asked" in line:
+            self.search.append(("ask", line["asked"]))
 
     def _forget(self, job_id: str) -> None:
         for seen in (self.ended, self.owner, self.points):
@@ -104,11 +117,14 @@ class RunState:
 
     def _claim(self, line: dict[str, Any]) -> None:
         self.claims[line["pack"]] = self.claims.get(line["pack"], 0) + 1
+        self.begun[line["pack"]] = line["time"]
 
     def _lost(self, line: dict[str, Any]) -> None:
+        self._count(line)
         self.causes.setdefault(line["pack"], []).append(line["cause"])
 
     def _yielded(self, line: dict[str, Any]) -> None:
+        self._count(line)
         self.claims[line["pack"]] -= 1  # given back on purpose, at a checkpoint: no attempt was lost
 
     def _saved(self, line: dict[str, Any]) -> None:
@@ -128,12 +144,19 @@ class RunState:
                 self._forget(job_id)
         self.shrinks = {key: line for key, line in self.shrinks.items() if key[0] != pack}
 
+    def _count(self, line: dict[str, Any]) -> None:
+        self.device_s += line["time"] - self.begun.pop(line["pack"], line["time"])
+
     def _done(self, line: dict[str, Any]) -> None:
+        self._count(line)
         self.done.add(line["pack"])
 
     def _place(self, line: dict[str, Any]) -> None:
         self.places[line["pack"], line["at"], line["slot"]] = line["job_id"]
         self.owner[line["job_id"]] = line["pack"]
+        if "for" in line:
+            self.owner[line["for"]] = line["pack"]
+            self.stands[line["job_id"]] = line["for"]
 
     def _score(self, line: dict[str, Any]) -> None:
         self.scores[line["job_id"], line["step"]] = line
@@ -155,6 +178,9 @@ class RunState:
 
     def _ended(self, line: dict[str, Any]) -> None:
         self.ended[line["job_id"]] = line["status"]
+        self.tokens[line["job_id"]] = line["tokens"]
+        if line["job_id"] in self.stands:
+            self.search.append(("tell", [line["job_id"], line["value"], line["fraction"]]))
         if line["status"] == "failed":  # which rules that compare jobs count as the worst there is
             self.points.setdefault(line["job_id"], []).append(Point(0, 1.0, *[float("nan")] * 3))
 

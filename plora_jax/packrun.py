@@ -11,6 +11,7 @@ from plora_jax.checkpoint import Checkpoints
 from plora_jax.data.layout import steps_per_epoch, total_steps
 from plora_jax.evaluate import Score
 from plora_jax.faults import fault
+from plora_jax.jobs import Job
 from plora_jax.journal import RunState
 from plora_jax.metrics import higher_is_better
 from plora_jax.peft import export_adapter, replace_directory
@@ -48,7 +49,10 @@ class PackRun:
         state = self.journal.refresh()
         self.pack = state.packs[name]
         now = self.pack | state.limits.get(name, {})
-        planned = [worker.item(job_id) for job_id in self.pack["jobs"]]
+        if "corners" in self.pack:
+            planned = [worker.work_of(Job.from_dict(values)) for values in self.pack["corners"]]
+        else:
+            planned = [worker.item(job_id) for job_id in self.pack["jobs"]]
         self.program = program = Program.of(self.sweep, worker.base, now, planned)
         self.trainer = Trainer(
             worker.base,
@@ -66,6 +70,7 @@ class PackRun:
         self.evals: dict[str, JsonLines] = {}
         self.sign = 1.0 if higher_is_better(self.sweep.data.metric, self.sweep.base_dir) else -1.0
         self.looked = self.saved = time.monotonic()
+        self.exhausted = False  # the search has no more jobs
         self.written = 0  # micro-step of the last checkpoint
         self.asked_at = 0.0  # when other packs' jobs were looked at
         self.slot_of = {a["job_id"]: a["slot"] for a in self.pack["assign"]}
@@ -220,15 +225,21 @@ class PackRun:
     def _next(self, at: int, j: int) -> str | None:
         """Decide which job takes slot j: the next one planned for it, else for the pack, else one of another pack."""
         asked, self.asked_at = self.asked_at, time.monotonic()
-        if not self.journal.state.waiting(self.name) and (self._closed() or self.asked_at - asked < LOOK_S):
+        idle = self.exhausted or not self.journal.state.waiting(self.name)
+        if idle and (self._closed() or self.asked_at - asked < LOOK_S):
             self.asked_at = asked
             return None
         with self.journal.locked() as state:
             mine = state.waiting(self.name)
+            where = {"pack": self.name, "at": at, "slot": j}
+            if mine and mine[0] not in state.jobs:  # a place whose job is drawn now
+                drawn = self.worker.drawer.draw(state, where | {"for": mine[0]})
+                self.exhausted = drawn is None
+                return drawn
             planned = [name for name in mine if self.slot_of.get(name) == j]
             found = next(iter([*planned, *mine]), None) or self._foreign(state)
             if found:
-                self.journal.append("place", pack=self.name, at=at, slot=j, job_id=found)
+                self.journal.append("place", **where, job_id=found)
             return found
 
     def _closed(self) -> bool:
@@ -244,7 +255,7 @@ class PackRun:
             return None
         for other in reversed(self._other_packs(state)):
             for job_id in reversed(state.waiting(other)):
-                if self.program.fits(self.worker.item(job_id)):
+                if job_id in state.jobs and self.program.fits(self.worker.item(job_id)):
                     return job_id
         return None
 
@@ -253,7 +264,8 @@ class PackRun:
         line, used = self.journal.state.shrinks.get((self.name, at)), self.trainer.slots
         if line is None:
             slots = 1 << (len(used) - 1).bit_length() if used else 0
-            if not used or slots > self.trainer.spec.slots // 2 or self.journal.state.waiting(self.name):
+            more = self.journal.state.waiting(self.name) and not self.exhausted
+            if not used or slots > self.trainer.spec.slots // 2 or more:
                 return
             left = max(self._micro_steps_left(j) for j in used)
             if left < PAYS_AFTER or not self._closed():
@@ -290,7 +302,7 @@ class PackRun:
 
     def _end(self, j: int, status: str, reason: str) -> None:
         """Export and record what a slot's job has come to, unless that was done before, and free the slot."""
-        held, trained = self._held(j), self.trainer.take(j)
+        held, run, trained = self._held(j), self._running(j), self.trainer.take(j)
         scores = self.journal.state.scores
         if status == "stopped" and (held.job_id, trained.steps) not in scores and not held.best_step:
             status, reason = "failed", f"{reason} before it was scored"
@@ -301,7 +313,7 @@ class PackRun:
                 log.close()
         if held.job_id in self.journal.state.ended:
             return
-        score, more = None, {}
+        score, more = None, {"fraction": trained.steps / run.steps}
         if status != "failed":
             last = (held.job_id, trained.steps)
             best = self.sweep.train.keep == "best" or last not in scores
@@ -314,7 +326,7 @@ class PackRun:
             else:
                 self._export(trained, "adapter")
             score = Score(**scores[held.job_id, step]["score"])
-            more = {"best_step": held.best_step, "kept_step": step}
+            more |= {"best_step": held.best_step, "kept_step": step}
         self.worker.record(trained, status, score, reason, **more)
 
     def _export(self, trained: Trained, folder: str) -> None:

@@ -91,9 +91,12 @@ def plan_jobs(
     scored: Mapping[str, int],
     devices: planner.Devices,
     *,
+    corners: Sequence[Job] = (),
     cost_model: planner.CostModel | None = None,
 ) -> planner.Plan:
     """Plan jobs whose data is read: `train` holds each job's rows, `scored` the tokens it is scored on.
+
+    With `corners`, which ask for all that a search space can, the jobs are places for any job of the space.
 
     Raises:
       UserError: no plan is possible, or the sweep names other devices than this process has.
@@ -101,7 +104,29 @@ def plan_jobs(
     specs = [
         job_spec(job, examples_size(train[job.job_id]), sweep.data.train, scored[job.job_id]) for job in jobs
     ]
+    if corners:
+        most = [job_spec(job, examples_size(train[job.job_id]), sweep.data.train) for job in corners]
+        specs = _widened(specs, most)
     return solve(_problem(sweep, config, jobs, specs, devices), cost_model)
+
+
+def _widened(specs: Sequence[planner.JobSpec], corners: Sequence[planner.JobSpec]) -> list[planner.JobSpec]:
+    """Let every job ask for as much as any job of the space may, so that any will fit in the place of any."""
+    sites: frozenset[str] = frozenset()
+    for corner in corners:
+        sites |= corner.targets or frozenset()
+    everywhere = any(corner.targets is None for corner in corners)
+    return [
+        replace(
+            spec,
+            rank=max(corner.rank for corner in corners),
+            batch_size=math.gcd(*(corner.batch_size for corner in corners)),
+            targets=None if everywhere else sites,
+            max_row_tokens=max(corner.max_row_tokens for corner in corners),
+            has_dropout=any(corner.has_dropout for corner in corners),
+        )
+        for spec in specs
+    ]
 
 
 def sweep_problem(

@@ -99,6 +99,11 @@ class SearchConfig:
             "list" if self.jobs is not None else self.method or ("grid" if self.sample is None else "random")
         )
 
+    @property
+    def is_drawn(self) -> bool:
+        """Tell whether the jobs become known only as slots fall free."""
+        return self.strategy == "optuna" or (self.budget.gpu_hours, self.budget.tokens) != (None, None)
+
 
 @dataclass(frozen=True)
 class TrainConfig:

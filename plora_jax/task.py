@@ -40,6 +40,7 @@ class Task:
     test: EvalSet | None
     digests: dict[str, str] = field(default_factory=dict)  # by file: names its tokens and labels
     starts: dict[str, Adapter] = field(default_factory=dict)  # by job_id: where a job does not start fresh
+    files: dict[str, Examples] = field(default_factory=dict)  # by the name that the sweep gives them
 
 
 def read_task(sweep: Sweep, jobs: Sequence[Job], tokenizer: Any, vocab_size: int, console: Console) -> Task:
@@ -80,4 +81,4 @@ def read_task(sweep: Sweep, jobs: Sequence[Job], tokenizer: Any, vocab_size: int
         for part, examples in parts.items()
     }
     digests = {name: examples.digest for name, examples in files.items()}
-    return Task(train, held_out["eval"], held_out.get("test"), digests)
+    return Task(train, held_out["eval"], held_out.get("test"), digests, files=files)

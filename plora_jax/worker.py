@@ -15,6 +15,8 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,6 +24,7 @@ import jax
 from rich.console import Console
 
 from plora_jax.config import Sweep, parse_sweep
+from plora_jax.drawing import Drawer
 from plora_jax.early_stop import make_rule
 from plora_jax.evaluate import Score, Scorer, runtime_for
 from plora_jax.jobs import Job
@@ -73,9 +76,8 @@ class Worker:
         self.console = console or make_console()
         self.base = base or load_base(self.sweep.model, precision=self.sweep.precision.base)  # type: ignore[arg-type]
         self.scorer = Scorer(self.base, runtime_for(self.base))
-        self.rule = make_rule(
-            self.sweep.early_stop, higher_is_better(self.sweep.data.metric, self.sweep.base_dir)
-        )
+        self.higher_is_better = higher_is_better(self.sweep.data.metric, self.sweep.base_dir)
+        self.rule = make_rule(self.sweep.early_stop, self.higher_is_better)
         self.on_status, self.asked = on_status, 0
         self._status: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname()}
         self._wrote, self.tokens = 0.0, 0
@@ -132,10 +134,13 @@ class Worker:
         """Fail the jobs of a pack that was begun and lost too often."""
         cause = state.causes.get(name, ["unknown"])[-1]
         if name in state.packs:
-            for job_id in state.packs[name]["jobs"]:
-                if job_id not in state.ended and state.owner.get(job_id, name) == name:
+            placed = [job_id for job_id, pack in state.owner.items() if pack == name]
+            for job_id in dict.fromkeys([*placed, *state.waiting(name)]):
+                if job_id in state.jobs and job_id not in state.ended:
                     reason = f"its pack was begun {MAX_ATTEMPTS} times and lost; the last time: {cause}"
-                    self.record(Trained(self._job(job_id), {}, 0, 0, reason), "failed", None, reason)
+                    self.record(
+                        Trained(self._job(job_id), {}, 0, 0, reason), "failed", None, reason, own=False
+                    )
         self.journal.append("done", pack=name)
 
     def _do(self, name: str) -> None:
@@ -248,20 +253,32 @@ class Worker:
         return Job.from_dict(self.journal.state.jobs[job_id])
 
     def task(self) -> Task:
-        """Return the data of every job in the journal, read on first use and when jobs were added."""
-        jobs = self.journal.state.jobs
-        if self._task is None or not jobs.keys() <= self._task.train.keys():
-            made, starts = start_adapters(self.sweep, self.base.config, [self._job(name) for name in jobs])
-            self._task = read_task(
-                self.sweep, made, self.base.tokenizer, self.base.config.vocab_size, self.console
-            )
+        """Return the data of the run, read on first use."""
+        if self._task is None:
+            named = [self._job(job_id) for job_id in self.journal.state.jobs]
+            corners = [pack["corners"] for pack in self.journal.state.packs.values() if "corners" in pack]
+            named += [Job.from_dict(values) for values in chain(*corners)]
+            jobs, starts = start_adapters(self.sweep, self.base.config, named)
+            vocab = self.base.config.vocab_size
+            self._task = read_task(self.sweep, jobs, self.base.tokenizer, vocab, self.console)
             self._task.starts.update(starts)
         return self._task
 
+    def work_of(self, job: Job) -> Work:
+        """Return what a job needs to start; data that no job named before is read now."""
+        file = job.train or self.sweep.data.train
+        if file not in self.task().files or (job.init_adapter and job.job_id not in self.task().starts):
+            self._task = None  # jobs were added since
+        return Work(job, self.task().files[file], self.task().starts.get(job.job_id))
+
     def item(self, job_id: str) -> Work:
-        """Return what a job needs to start."""
-        task = self.task()
-        return Work(self._job(job_id), task.train[job_id], task.starts.get(job_id))
+        """Return what a job of the journal needs to start."""
+        return self.work_of(self._job(job_id))
+
+    @cached_property
+    def drawer(self) -> Drawer:
+        """Return what draws the jobs of a sweep that does not know them beforehand."""
+        return Drawer(self.sweep, self.journal, self.higher_is_better)
 
     # ---- scores that are not a job's -----------------------------------------------------------------------------
 
@@ -284,8 +301,20 @@ class Worker:
         found = {"job_id": best["job_id"], **vars(on_best)}
         write_json(self.run.path / "test.json", {"rows": on_base.rows, "base": vars(on_base), "best": found})
 
-    def record(self, trained: Trained, status: str, score: Score | None, reason: str, **more: Any) -> None:
-        """Write how a job ended: its record, then the journal's line."""
+    def record(
+        self,
+        trained: Trained,
+        status: str,
+        score: Score | None,
+        reason: str,
+        *,
+        own: bool = True,
+        **more: Any,
+    ) -> None:
+        """Write how a job ended: its record, then the journal's line; `own` is off where the fault is not its own.
+
+        `more` goes into the record.
+        """
         job_id = trained.job.job_id
         record = {
             "job_id": job_id,
@@ -299,7 +328,9 @@ class Worker:
             "job": trained.job.to_dict(),
         }
         write_json(self.run.job(job_id) / "job.json", record)
-        self.journal.append("ended", job_id=job_id, status=status)
+        value = score.score if score else float("nan") if own else None
+        told = {"tokens": trained.tokens, "value": value, "fraction": more.get("fraction", 1.0)}
+        self.journal.append("ended", job_id=job_id, status=status, **told)
         self.run.event(status, job_id=job_id, reason=reason, worker=self.name)
 
 

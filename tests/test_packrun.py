@@ -37,7 +37,8 @@ DATA = {"train": "train.jsonl", "eval": "eval.jsonl", "max_length": 16}
 
 def run(root, out, *options, search, code=0, **sections):
     """Run a sweep and return its leaderboard by job_id."""
-    train = {"batch_size": 3, "epochs": 4} | sections.pop("train", {})
+    fixed = {"batch_size": 3, "epochs": 4} | sections.pop("train", {})
+    train = {name: value for name, value in fixed.items() if name not in search}
     path = tiny.write_sweep(root, data=DATA, search=search, train=train, **sections)
     assert main(["sweep", str(path), "--out", str(out), *options]) == code
     return {row["job_id"]: row for row in json.loads((out / "leaderboard.json").read_text())["jobs"]}
@@ -193,3 +194,32 @@ def test_jobs_are_added_and_withdrawn(root, tmp_path, capsys):
         assert main(arguments) == 2 and told in capsys.readouterr().err
     more.write_text("model: other\njobs: [{learning_rate: 0.1}]\n")
     assert main(["add", str(out), str(more)]) == 2 and "model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stop", [None, {"method": "median", "min_jobs": 1, "grace_period": 0.3}])
+def test_jobs_are_drawn_as_slots_fall_free_and_a_resumed_run_draws_the_same(
+    root, tmp_path, two_slots, arm, stop
+):
+    pytest.importorskip("optuna")
+    space = {"learning_rate": {"log_uniform": [1e-3, 1.0]}, "rank": [2, 4], "batch_size": [3, 6]}
+    search = space | {"method": "optuna", "budget": {"jobs": 6}, "seed": 3}
+    train = {"train": {"epochs": 4}, "early_stop": stop}
+    rows = run(root, tmp_path / "run", search=search, **train)
+    assert len(rows) == 6 and {row["rank"] for row in rows.values()} <= {2, 4}
+    journal = Journal(tmp_path / "run" / "journal.jsonl").refresh()
+    kinds = [kind for kind, _ in journal.search]
+    assert kinds.count("ask") == kinds.count("tell") == 6 and kinds[:3] == ["ask", "ask", "tell"]
+    assert all(name in journal.jobs for _, name in journal.places.items())
+    arm("step:9=error")  # lost in the middle, and begun again
+    again = run(root, tmp_path / "again", search=search, **train)
+    same = ("learning_rate", "rank", "batch_size", "score", "steps", "status")
+    assert {j: [row[n] for n in same] for j, row in rows.items()} == {
+        j: [row[n] for n in same] for j, row in again.items()
+    }
+
+
+def test_a_budget_of_tokens_ends_the_draws(root, tmp_path, two_slots):
+    search = {"learning_rate": {"log_uniform": [1e-3, 1.0]}, "method": "random", "budget": {"tokens": 150}}
+    rows = run(root, tmp_path / "run", search=search, train={"epochs": 2})
+    each = next(iter(rows.values()))["tokens"]
+    assert each * (len(rows) - 1) < 150 <= each * (len(rows) + 1)
