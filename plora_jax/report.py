@@ -24,7 +24,12 @@ from plora_jax.timeline import timeline
 PAGE = Path(__file__).parent / "page"
 MAX_REASON = 400  # characters of a reason that the page shows
 SCORE_PX = 168
-OWN_COLUMNS = ("score", "loss", "steps", "tokens")
+NOTES = {
+    "train": "Loss of the optimizer batches, averaged by tokens over short runs of steps.",
+    "norm": "Averaged over short runs of steps.",
+    "score": "One point an evaluation on the held-out rows.",
+    "loss": "One point an evaluation on the held-out rows.",
+}
 TITLES = {"learning_rate": "lr", "batch_size": "batch", "weight_decay": "decay"}
 
 
@@ -86,9 +91,13 @@ def _environment() -> jinja2.Environment:
     )  # fmt: skip
     # json.dumps leaves no character beyond ASCII, and jinja2's filter none of < > & '
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    environment.filters |= {"label": label, "short": short, "span": span, "signed": lambda v: f"{v:+.3f}"}
+    environment.filters |= {"label": label, "short": short, "span": span, "cut": _cut}
     environment.globals["fixed"] = lambda value, digits=3: "–" if value is None else f"{value:.{digits}f}"
     return environment
+
+
+def _cut(text: Any, most: int) -> str:
+    return str(text) if len(str(text)) <= most else str(text)[: most - 1] + "…"
 
 
 def _content(files: RunFiles, view: RunView) -> dict[str, Any]:
@@ -100,6 +109,7 @@ def _content(files: RunFiles, view: RunView) -> dict[str, Any]:
         "view": view,
         "varied": varied,
         "titles": TITLES,
+        "notes": NOTES,
         "index": {job.job_id: at for at, job in enumerate(view.jobs)},
         "colours": shades(view.jobs),
         "base": {name: number(view.base.get(name)) for name in ("score", "loss", "rows")},

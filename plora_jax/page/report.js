@@ -11,12 +11,22 @@
 
   // ---- light and dark
   const theme = $("theme"), system = matchMedia("(prefers-color-scheme: dark)");
-  const remembered = (value) => { try { if (value) localStorage.plora = value; return localStorage.plora; } catch { return value; } };
+  const remembered = (value) => {
+    try { if (value) localStorage.plora = value; return localStorage.plora; } catch { return value; }  // files may have none
+  };
   const dark = () => (root.dataset.theme || (system.matches ? "dark" : "light")) === "dark";
-  const name = () => { theme.textContent = dark() ? "Light" : "Dark"; theme.setAttribute("aria-label", `Use the ${dark() ? "light" : "dark"} theme`); };
+  const name = () => {
+    const other = dark() ? "Light" : "Dark";
+    theme.textContent = other;
+    theme.setAttribute("aria-label", `${other} theme`);
+  };
   if (["light", "dark"].includes(remembered())) root.dataset.theme = remembered();
   theme.hidden = false;
-  theme.addEventListener("click", () => { root.dataset.theme = dark() ? "light" : "dark"; remembered(root.dataset.theme); name(); });
+  theme.addEventListener("click", () => {
+    root.dataset.theme = dark() ? "light" : "dark";
+    remembered(root.dataset.theme);
+    name();
+  });
   system.addEventListener("change", name);
   name();
 
@@ -39,11 +49,12 @@
   }
   function show(j, event) {
     const job = jobs[j];
-    const line = (tag, text) => { const made = document.createElement(tag); made.textContent = text; return made; };
+    const line = (tag, text) => Object.assign(document.createElement(tag), { textContent: text });
     const number = (value) => (value === null ? "–" : value.toFixed(3));
     const parts = [line("b", job.id)];
     const interval = job.low === null ? "" : ` (${number(job.low)} to ${number(job.high)})`;
-    parts.push(line("span", job.score === null ? job.status : `score ${number(job.score)}${interval}, loss ${number(job.loss)}, ${job.status}`));
+    const scored = `score ${number(job.score)}${interval}, loss ${number(job.loss)}, `;
+    parts.push(line("span", (job.score === null ? "" : scored) + job.status));
     parts.push(line("span", Object.entries(job.fields).map(([key, value]) => `${key} ${value}`).join(", ")));
     if (job.reason) parts.push(line("span", job.reason));
     tip.replaceChildren(...parts);
@@ -56,11 +67,12 @@
   const away = () => { light(null); tip.hidden = true; };
 
   // ---- the nearest line under the pointer
+  const place = (svg, event) => new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse());
+  const points = (d) => [...d.matchAll(/[ML]([-\d.]+) ([-\d.]+)/g)].map(([, x, y]) => [Number(x), Number(y)]);
   function near(svg) {
     const lines = [...svg.querySelectorAll(".line[data-j]")].map((line) => [Number(line.dataset.j), line, null]);
-    const points = (d) => [...d.matchAll(/[ML]([-\d.]+) ([-\d.]+)/g)].map((pair) => [Number(pair[1]), Number(pair[2])]);
     return (event) => {
-      const at = new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse());
+      const at = place(svg, event);
       let best = null, least = 14 * 14;
       for (const item of lines) {
         if (item[1].classList.contains("off")) continue;
@@ -90,7 +102,10 @@
       });
     });
     svg.addEventListener("pointerleave", away);
-    svg.addEventListener("click", (event) => { if (!event.target.closest(".axis")) { const j = find(event); if (j !== null) pin(j); } });
+    svg.addEventListener("click", (event) => {
+      const j = event.target.closest(".axis") ? null : find(event);
+      if (j !== null) pin(j);
+    });
   }
 
   // ---- the leaderboard: sort by any column, a few rows at first, arrow keys from row to row
@@ -109,7 +124,9 @@
       return way === "ascending" ? order : -order;
     });
     body.append(...keyed.map(([, row]) => row));
-    [...table.tHead.rows[0].cells].forEach((cell, at) => { if (cell.dataset.sort) cell.setAttribute("aria-sort", at === column ? way : "none"); });
+    [...table.tHead.rows[0].cells].forEach((cell, at) => {
+      if (cell.dataset.sort !== undefined) cell.setAttribute("aria-sort", at === column ? way : "none");
+    });
     few();
   }
   function few() {
@@ -121,7 +138,8 @@
     if (!all) within.slice(FIRST).forEach((row) => row.classList.add("far"));
     more.hidden = within.length <= FIRST;
     more.textContent = all ? `Show the first ${FIRST}` : `Show all ${within.length.toLocaleString("en")} jobs`;
-    $("shown").textContent = within.length < rows.length ? `${within.length} of ${rows.length} jobs lie within the brushes below.` : "";
+    const told = `${within.length} of ${rows.length} jobs lie within the brushes below.`;
+    $("shown").textContent = within.length < rows.length ? told : "";
     rows.forEach((row) => { row.tabIndex = -1; });
     if (within.length) within[0].tabIndex = 0;
   }
@@ -129,7 +147,7 @@
     const table = $("board");
     if (!table) return;
     [...table.tHead.rows[0].cells].forEach((cell, column) => {
-      if (!cell.dataset.sort) return;
+      if (cell.dataset.sort === undefined) return;
       const button = document.createElement("button");
       button.type = "button";
       button.append(...cell.childNodes);
@@ -141,11 +159,12 @@
       });
     });
     const body = table.tBodies[table.tBodies.length - 1];
-    body.addEventListener("pointerover", (event) => { const row = event.target.closest("tr"); if (row) light(Number(row.dataset.j)); });
+    const of = (event) => Number(event.target.closest("tr").dataset.j);
+    body.addEventListener("pointerover", (event) => light(of(event)));
     body.addEventListener("pointerleave", away);
-    body.addEventListener("focusin", (event) => { const row = event.target.closest("tr"); if (row) light(Number(row.dataset.j)); });
+    body.addEventListener("focusin", (event) => light(of(event)));
     body.addEventListener("focusout", away);
-    body.addEventListener("click", (event) => { const row = event.target.closest("tr"); if (row && !String(getSelection())) pin(Number(row.dataset.j)); });
+    body.addEventListener("click", (event) => { if (!String(getSelection())) pin(of(event)); });
     body.addEventListener("keydown", (event) => {
       const row = event.target.closest("tr");
       if (event.key === "Enter" || event.key === " ") { pin(Number(row.dataset.j)); event.preventDefault(); return; }
@@ -163,14 +182,19 @@
   // ---- parallel coordinates: a brush an axis, by pointer or by keys
   function brushes(svg) {
     const NS = "http://www.w3.org/2000/svg", axes = [...svg.querySelectorAll(".axis")];
-    const lines = [...svg.querySelectorAll(".line")].map((line) => [Number(line.dataset.j), line.getAttribute("d").split(/[ML]/).slice(1).map((pair) => Number(pair.split(" ")[1]))]);
+    const heights = (line) => points(line.getAttribute("d")).map(([, y]) => y);
+    const lines = [...svg.querySelectorAll(".line")].map((line) => [Number(line.dataset.j), heights(line)]);
     const parts = [];
-    const make = (tag, values) => { const made = document.createElementNS(NS, tag); for (const [key, one] of Object.entries(values)) made.setAttribute(key, one); return made; };
+    function make(tag, values) {
+      const made = document.createElementNS(NS, tag);
+      for (const [key, one] of Object.entries(values)) made.setAttribute(key, one);
+      return made;
+    }
     function apply() {
       const on = parts.filter((part) => kept.has(part.name));
       for (const [j, ys] of lines) {
-        const off = on.some((part) => { const [a, b] = kept.get(part.name); return ys[part.at] < a - 0.05 || ys[part.at] > b + 0.05; });
-        mark(j, "off", off);
+        const out = ({ name, at }) => ys[at] < kept.get(name)[0] - 0.05 || ys[at] > kept.get(name)[1] + 0.05;
+        mark(j, "off", on.some(out));
       }
       const drawn = new Set(lines.map(([j]) => j));     // jobs without a line have no place within a brush
       for (let j = 0; j < jobs.length; j++) if (!drawn.has(j)) mark(j, "off", on.length > 0);
@@ -180,11 +204,14 @@
     for (const [at, group] of axes.entries()) {
       const spine = group.querySelector(".spine").getAttribute("d").match(/M(\S+) (\S+)V(\S+)/).slice(1).map(Number);
       const [x, top, bottom] = spine, part = { at, name: group.dataset.name };
-      const ticks = [...group.querySelectorAll(".tick")].map((tick) => [Number(tick.getAttribute("y")) - 4, tick.textContent]);
+      const ticks = [...group.querySelectorAll(".tick")].map((tick) => [tick.getAttribute("y") - 4, tick.textContent]);
       const said = (y) => ticks.reduce((best, one) => (Math.abs(one[0] - y) < Math.abs(best[0] - y) ? one : best), [1e9, ""])[1];
       const band = make("rect", { class: "brush", x: x - 9, width: 18, y: top, height: 0 });
       const grab = make("rect", { class: "grab", x: x - 16, width: 32, y: top - 4, height: bottom - top + 8 });
-      const handles = ["upper", "lower"].map((end) => make("path", { class: "handle", tabindex: 0, role: "slider", "aria-orientation": "vertical", "aria-label": `${part.name}, ${end} end of the brush`, "aria-valuemin": 0, "aria-valuemax": 100 }));
+      const handles = ["upper", "lower"].map((end) => make("path", {
+        class: "handle", tabindex: 0, role: "slider", "aria-label": `${part.name}, ${end} end of the brush`,
+        "aria-orientation": "vertical", "aria-valuemin": 0, "aria-valuemax": 100,
+      }));
       group.append(band, grab, ...handles);
       const range = () => kept.get(part.name) || [top, bottom];
       function draw() {
@@ -204,7 +231,7 @@
         draw();
         apply();
       }
-      const height = (event) => new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse()).y;
+      const height = (event) => place(svg, event).y;
       const drag = (element, moved) => element.addEventListener("pointerdown", (event) => {
         const from = height(event), before = range();
         element.setPointerCapture(event.pointerId);
@@ -222,7 +249,9 @@
         drag(handle, (from, to, [a, b]) => (end ? set(a, Math.max(to, a)) : set(Math.min(to, b), b)));
         handle.addEventListener("keydown", (event) => {
           const by = { ArrowUp: -1, ArrowDown: 1, PageUp: -5, PageDown: 5 }[event.key], [a, b] = range();
-          if (by) { const y = (end ? b : a) + (by * (bottom - top)) / 20; if (end) set(a, Math.max(y, a)); else set(Math.min(y, b), b); }
+          const y = (end ? b : a) + ((by || 0) * (bottom - top)) / 20;
+          if (by && end) set(a, Math.max(y, a));
+          else if (by) set(Math.min(y, b), b);
           else if (event.key === "Home" || event.key === "Escape") set(top, bottom);
           else return;
           event.preventDefault();
@@ -252,14 +281,24 @@
     part.querySelectorAll(".curves, .parallel").forEach(follow);
     part.querySelectorAll(".parallel").forEach(brushes);
     part.querySelectorAll(".lanes").forEach((svg) => {
-      svg.addEventListener("pointerover", (event) => { const bar = event.target.closest("[data-j]"); if (bar) { light(Number(bar.dataset.j)); show(Number(bar.dataset.j), event); } else away(); });
+      const of = (event) => Number(event.target.closest("[data-j]")?.dataset.j ?? NaN);
+      svg.addEventListener("pointerover", (event) => {
+        const j = of(event);
+        if (Number.isNaN(j)) { away(); return; }
+        light(j);
+        show(j, event);
+      });
       svg.addEventListener("pointerleave", away);
-      svg.addEventListener("click", (event) => { const bar = event.target.closest("[data-j]"); if (bar) pin(Number(bar.dataset.j)); });
+      svg.addEventListener("click", (event) => { if (!Number.isNaN(of(event))) pin(of(event)); });
     });
   }
   bind();
   document.querySelectorAll("[data-part]").forEach(bindPart);
-  document.addEventListener("keydown", (event) => { if (event.key === "Escape") { if (pinned !== null) pin(pinned); away(); } });
+  document.addEventListener("keydown", (event) => {
+    if (event.key !== "Escape") return;
+    if (pinned !== null) pin(pinned);
+    away();
+  });
 
   // ---- live: ask this page's own server whether something changed, and take over the sections that did
   if (document.body.dataset.live) {
@@ -270,7 +309,8 @@
         const news = await answer.json();
         if (news.page) {
           seen = news.version;
-          const next = new DOMParser().parseFromString(news.page, "text/html"), held = pinned === null ? null : jobs[pinned].id;
+          const next = new DOMParser().parseFromString(news.page, "text/html");
+          const held = pinned === null ? null : jobs[pinned].id;
           if (pinned !== null) pin(pinned);
           away();
           jobs = JSON.parse(next.getElementById("data").textContent).jobs;
