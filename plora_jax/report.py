@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import os
+import re
 import time
 from collections import Counter
 from functools import cache
@@ -24,6 +25,7 @@ from plora_jax.timeline import timeline
 PAGE = Path(__file__).parent / "page"
 MAX_REASON = 400  # characters of a reason that the page shows
 SCORE_PX = 168
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
 NOTES = {
     "train": "Loss of the optimizer batches, averaged by tokens over short runs of steps.",
     "norm": "Averaged over short runs of steps.",
@@ -224,16 +226,28 @@ def _board(view: RunView) -> dict[str, Any]:
 
 
 def _reasons(view: RunView) -> list[dict[str, Any]]:
-    """Return the jobs that did not complete, those that give one reason together, failed ones first."""
-    groups: dict[tuple[str, str], list[str]] = {}
+    """Return the jobs that did not complete, failed ones first; reasons that differ in numbers alone are one."""
+    groups: dict[tuple[str, str], list[JobView]] = {}
     for job in view.jobs:
         if job.status in ("failed", "stopped", "withdrawn"):
-            groups.setdefault((job.status, job.reason[:MAX_REASON] or "no reason was written"), []).append(
-                job.job_id
-            )
+            groups.setdefault((job.status, NUMBER.sub("…", job.reason)), []).append(job)
     order = {"failed": 0, "stopped": 1, "withdrawn": 2}
     listed = sorted(groups.items(), key=lambda item: (order[item[0][0]], -len(item[1]), item[0][1]))
-    return [{"status": key[0], "reason": key[1], "jobs": names} for key, names in listed]
+    return [
+        {
+            "status": key[0],
+            "reason": _common([job.reason for job in jobs]),
+            "jobs": [job.job_id for job in jobs],
+        }
+        for key, jobs in listed
+    ]
+
+
+def _common(reasons: list[str]) -> str:
+    """Return a reason with an ellipsis for every number that is not the same in all of them."""
+    numbers = [NUMBER.findall(reason) for reason in reasons]
+    kept = iter([column[0] if len(set(column)) == 1 else "…" for column in zip(*numbers, strict=True)])
+    return NUMBER.sub(lambda _: next(kept), reasons[0])[:MAX_REASON] or "no reason was written"
 
 
 def _troubles(view: RunView) -> list[dict[str, str]]:

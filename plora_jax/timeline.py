@@ -20,7 +20,7 @@ def timeline(view: RunView) -> dict[str, Any]:
     """Return both Gantt charts and the charts of samples on one time axis, in seconds of the run."""
     packs = mappings(view.plan.get("packs"))
     makespan = number(view.plan.get("makespan_s")) or 0.0
-    took = view.clock(view.last)
+    took, bound = view.clock(view.last), number(view.plan.get("lower_bound_s"))
     across = make_scale([0.0, max(makespan, took, 1e-3)], LEFT, WIDTH - RIGHT, pad=0.0)
     planned, ran = _planned(view, packs), _ran(view)
     rows = max(sum(lane["slots"] for lane in planned), sum(lane["slots"] for lane in ran), 1)
@@ -29,8 +29,8 @@ def timeline(view: RunView) -> dict[str, Any]:
         "width": WIDTH, "left": LEFT, "right": WIDTH - RIGHT, "ticks": time_ticks(across),
         "planned": _draw(planned, across, px) if planned else None,
         "ran": _draw(ran, across, px) if ran else None,
-        "makespan_s": makespan, "took_s": took, "bound_s": number(view.plan.get("lower_bound_s")),
-        "makespan_x": across(makespan), "now_x": across(took),
+        "makespan_s": makespan, "took_s": took,
+        "spare_s": None if bound is None else max(makespan - bound, 0.0),
         "pauses": [(across(view.clock(a)), span(b - a)) for a, b in view.pauses],
         "rates": _samples(view, across, "tokens_per_s"),
         "memory": _samples(view, across, "device_bytes") or _samples(view, across, "host_rss_bytes"),

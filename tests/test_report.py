@@ -182,6 +182,21 @@ def test_reasons_and_troubles_are_told(page: Node) -> None:
     assert "early stopping method asha" in facts and "jax 0.11.2" in facts and "dev.jsonl, 400 rows" in facts
 
 
+def test_reasons_that_differ_in_numbers_alone_are_one(run: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(run, tmp_path / "copy")
+    board = json.loads((copy / "leaderboard.json").read_text())
+    stopped = [row for row in board["jobs"] if row["status"] == "stopped"]
+    for place, row in enumerate(stopped, 3):
+        row["reason"] = f"rank {place} of 48 at 0.111 of its training"
+    (copy / "leaderboard.json").write_text(json.dumps(board))
+    page = parse(write_report(copy).read_text(encoding="utf-8"))
+    table = page.find("section", id="ends")[0].find("table")[0]
+    [shown] = [row.text for row in table.find("tr") if row.text.startswith("stopped")]
+    assert (
+        shown.startswith(f"stopped {len(stopped)} rank … of 48 at 0.111 of its training") and len(stopped) > 5
+    )
+
+
 def test_the_page_forbids_the_network_and_all_scripts_but_its_own(run: Path, page: Node) -> None:
     text = (run / "report.html").read_text(encoding="utf-8")
     [policy] = [node.attributes["content"] for node in page.find("meta") if "http-equiv" in node.attributes]
