@@ -277,6 +277,14 @@ def test_a_thousand_jobs_stay_small(tmp_path: Path) -> None:
     assert len(parse(path.read_text(encoding="utf-8")).find("tbody", class_="jobs")[0].find("tr")) == 1000
 
 
+def test_long_logs_are_thinned(tmp_path: Path) -> None:
+    files, view = view_of(make_run(tmp_path / "run", count=2, steps=4000, asha=False))
+    charts = {chart["name"]: chart for chart in curves(files, view)}
+    for name in ("train", "norm"):
+        assert 1 < max(len(re.findall("[ML]", line["d"])) for line in charts[name]["lines"]) <= 64
+    assert len(render(files)) < 150_000
+
+
 @pytest.mark.long
 def test_a_report_takes_less_than_a_second(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", count=120, steps=1000, workers=4, slots=8)

@@ -273,6 +273,18 @@ def write_lines_freely(path: Path, name: str, wild: list[object]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+def test_a_name_of_the_run_leads_nowhere_else(tmp_path: Path) -> None:
+    run, other = tmp_path / "run", tmp_path / "jobs"
+    (run / "jobs").mkdir(parents=True)
+    other.mkdir()
+    write_lines(other / "metrics.jsonl", [{"step": 1, "loss": 1.0}])
+    (other / "job.json").write_text('{"status": "completed"}')
+    files = RunFiles(run)
+    for name in ("../jobs", "../../jobs", str(other), "x/../../../jobs", ".", "\0"):
+        assert not len(curve(files, name)["step"]) and files.value(f"jobs/{name}/job.json") is None
+        assert files.mapping(f"{name}/job.json") == {}
+
+
 def test_a_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a run directory"):
         view_of(tmp_path)
