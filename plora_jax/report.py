@@ -18,7 +18,7 @@ from plora_jax.model_card import peft_code, vllm_command
 from plora_jax.rundir import write_atomic
 from plora_jax.runfiles import RunFiles, entries, job_of, kind, mapping, number
 from plora_jax.runview import JobView, RunView, read_view
-from plora_jax.scale import Scale, make_scale, short, span
+from plora_jax.scale import make_scale, short, span
 from plora_jax.stats import label
 from plora_jax.timeline import timeline
 
@@ -114,7 +114,7 @@ def _content(files: RunFiles, view: RunView) -> dict[str, Any]:
         "notes": NOTES,
         "index": {job.job_id: at for at, job in enumerate(view.jobs)},
         "colours": shades(view.jobs),
-        "base": {name: number(view.base.get(name)) for name in ("score", "loss", "rows")},
+        "base": {name: number(view.base.get(name)) for name in ("score", "loss", "rows", "low", "high")},
         "stats": _stats(view),
         "board": _board(view),
         "curves": charts,
@@ -206,11 +206,11 @@ def tokens(view: RunView) -> tuple[int, float, bool]:
 def _board(view: RunView) -> dict[str, Any]:
     """Return what the score column draws: a scale for points, intervals and the base model's line."""
     shown = [job for job in view.jobs if job.score is not None and job.status != "failed"]
-    base = number(view.base.get("score"))
+    base, *ends = (number(view.base.get(name)) for name in ("score", "low", "high"))
     values = [v for job in shown for v in (job.low, job.score, job.high) if v is not None]
     if not any(job.low is not None for job in shown):  # of losses: a few large ones would hide the rest
         values = sorted(values)[: max(len(values) * 9 // 10, 1)]
-    scale = make_scale([*values, *([base] if base is not None else [])], 4, SCORE_PX - 4)
+    scale = make_scale([*values, *(v for v in (base, *ends) if v is not None)], 4, SCORE_PX - 4)
 
     def clamp(value: float) -> float:
         return min(max(scale(value), 1.0), SCORE_PX - 1.0)
@@ -221,23 +221,26 @@ def _board(view: RunView) -> dict[str, Any]:
         "base": None if base is None else clamp(base),
         "intervals": any(job.low is not None for job in shown),
         "seeds": any(job.seeds > 1 for job in view.jobs),
-        "scale": scale if isinstance(scale, Scale) else None,
     }
 
 
 def _reasons(view: RunView) -> list[dict[str, Any]]:
-    """Return the jobs that did not complete, failed ones first; reasons that differ in numbers alone are one."""
-    groups: dict[tuple[str, str], list[JobView]] = {}
+    """Return the jobs that did not complete, failed ones first; those that ended alike are told together.
+
+    Alike is: at the same share of their training, for reasons that differ in numbers alone.
+    """
+    order = ("failed", "stopped", "withdrawn")
+    groups: dict[tuple[int, str, str], list[JobView]] = {}
     for job in view.jobs:
-        if job.status in ("failed", "stopped", "withdrawn"):
-            groups.setdefault((job.status, NUMBER.sub("…", job.reason)), []).append(job)
-    order = {"failed": 0, "stopped": 1, "withdrawn": 2}
-    listed = sorted(groups.items(), key=lambda item: (order[item[0][0]], -len(item[1]), item[0][1]))
+        if job.status in order:
+            at = f"{job.fraction:.2f}" if job.status == "stopped" and job.fraction is not None else ""
+            groups.setdefault((order.index(job.status), NUMBER.sub("…", job.reason), at), []).append(job)
+    listed = sorted(groups.items(), key=lambda item: (item[0][0], -len(item[1]), item[0]))
     return [
         {
-            "status": key[0],
+            "status": order[key[0]],
             "reason": _common([job.reason for job in jobs]),
-            "jobs": [job.job_id for job in jobs],
+            "jobs": [j.job_id for j in jobs],
         }
         for key, jobs in listed
     ]

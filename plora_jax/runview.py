@@ -11,7 +11,7 @@ import numpy as np
 from plora_jax.errors import UserError
 from plora_jax.jobs import JOB_FIELDS
 from plora_jax.leaderboard import rank_rows
-from plora_jax.metrics import wilson
+from plora_jax.metrics import BUILT_IN, wilson
 from plora_jax.rundir import is_run
 from plora_jax.runfiles import RunFiles, entries, job_of, kind, mapping, mappings, number
 from plora_jax.spans import ENDS, Bar, Span, fold
@@ -101,7 +101,7 @@ def read_view(files: RunFiles, now: float | None = None) -> RunView:
     data = sweep.get("data") if isinstance(sweep.get("data"), dict) else {}
     base = files.mapping("base.json") or mapping(board.get("base"))
     metric = str(board.get("metric") or base.get("metric") or (data or {}).get("metric") or "loss")
-    higher = board.get("higher_is_better", base.get("higher_is_better", metric != "loss"))
+    higher = board.get("higher_is_better", base.get("higher_is_better", BUILT_IN.get(metric, True)))
     workers = {name[:-5]: files.mapping(f"workers/{name}") for name in files.names("workers", ".json")}
     starts = [line for line in events if kind(line) == "started"]
     view = RunView(
@@ -208,7 +208,7 @@ def _jobs(
             score = mapping(record.get("score"))
             _settle(
                 take(name, record.get("job")),
-                record | {"score": score.get("score"), "loss": score.get("loss")},
+                record | {key: score.get(key) for key in ("score", "loss", "low", "high")},
             )
     for row in mappings(board.get("jobs")):
         _settle(take(row.get("job_id"), row), row)
@@ -218,10 +218,10 @@ def _jobs(
             job.status = str(line.get("status") or "withdrawn")
             job.reason = str(line.get("reason") or job.reason)
     _follow(files, view, [job for job in found.values() if job.job_id in folders], journal)
-    rows_scored = number(view.base.get("rows"))
+    rows_scored = int(number(view.base.get("rows")) or 0)
     for job in found.values():
-        if job.low is None and job.score is not None and rows_scored and view.metric in SHARES:
-            job.low, job.high = wilson(min(max(job.score, 0.0), 1.0), int(rows_scored))
+        if job.low is None and job.score is not None and view.metric in SHARES and rows_scored >= 1:
+            job.low, job.high = wilson(min(max(job.score, 0.0), 1.0), rows_scored)
     return _ordered(found.values(), view.higher_is_better)
 
 
@@ -232,9 +232,7 @@ def _settle(job: JobView, row: dict[str, Any]) -> None:
     job.steps, job.tokens = int(number(row.get("steps")) or 0), int(number(row.get("tokens")) or 0)
     job.fraction = number(row.get("fraction"))
     job.adapter = str(row.get("adapter") or "")
-    ends = row.get("ci") or row.get("interval")
-    if isinstance(ends, list) and len(ends) == 2:
-        job.low, job.high = number(ends[0]), number(ends[1])
+    job.low, job.high = number(row.get("low")), number(row.get("high"))
 
 
 def _follow(files: RunFiles, view: RunView, jobs: list[JobView], journal: list[dict[str, Any]]) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from planner.plan import Assign, Pack, Plan
 from plora_jax.jobs import Job
 from plora_jax.leaderboard import rank_rows
+from plora_jax.metrics import wilson
 
 START = 1_796_000_000.0
 ROWS = 400  # held-out
@@ -194,7 +195,8 @@ def make_run(
             out.note(ends[worker], "done", pack=held)
     last = max(ends.values()) if until is None else until
     sample(out, workers, last, draw)
-    base = {"score": 0.5325, "loss": 2.137, "rows": ROWS}
+    low, high = wilson(0.5325, ROWS)
+    base = {"score": 0.5325, "loss": 2.137, "rows": ROWS, "low": low, "high": high}
     write_json(run / "base.json", base)
     for w in range(workers):
         write_json(run / "workers" / f"{w}.json", heartbeat(last))
@@ -260,9 +262,10 @@ def train(
     ]  # fmt: skip
     write_lines(folder / "metrics.jsonl", lines)
     write_lines(folder / "evals.jsonl", evals)
+    low, high = wilson(evals[-1]["score"], ROWS) if evals else (None, None)
     row = {
         "job_id": job.job_id, "status": status, "score": evals[-1]["score"] if evals else None,
-        "loss": evals[-1]["loss"] if evals else None, "steps": done,
+        "low": low, "high": high,        "loss": evals[-1]["loss"] if evals else None, "steps": done,
         "tokens": done * job.batch_size * TOKENS_A_ROW, "reason": reason,
         "adapter": f"jobs/{job.job_id}/adapter" if evals else "", **job.to_dict(),
     }  # fmt: skip
@@ -274,6 +277,7 @@ def write_record(run: Path, job: Job, row: dict[str, Any]) -> None:
     score = None
     if row["score"] is not None:
         score = {"score": row["score"], "loss": row["loss"], "rows": ROWS, "tokens": 2 * ROWS}
+        score |= {"low": row["low"], "high": row["high"]}
     names = ("job_id", "status", "steps", "tokens", "reason", "adapter")
     record = {name: row[name] for name in names} | {"score": score, "job": job.to_dict()}
     write_json(run / "jobs" / job.job_id / "job.json", record)

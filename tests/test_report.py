@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -187,14 +188,14 @@ def test_reasons_that_differ_in_numbers_alone_are_one(run: Path, tmp_path: Path)
     board = json.loads((copy / "leaderboard.json").read_text())
     stopped = [row for row in board["jobs"] if row["status"] == "stopped"]
     for place, row in enumerate(stopped, 3):
-        row["reason"] = f"rank {place} of 48 at 0.111 of its training"
+        row["reason"] = f"rank {place} of 48 at {row['steps'] / 60:.3f} of its training"
     (copy / "leaderboard.json").write_text(json.dumps(board))
     page = parse(write_report(copy).read_text(encoding="utf-8"))
     table = page.find("section", id="ends")[0].find("table")[0]
-    [shown] = [row.text for row in table.find("tr") if row.text.startswith("stopped")]
-    assert (
-        shown.startswith(f"stopped {len(stopped)} rank … of 48 at 0.111 of its training") and len(stopped) > 5
-    )
+    shown = [row.text for row in table.find("tr") if row.text.startswith("stopped")]
+    rungs = Counter(f"{row['steps'] / 60:.3f}" for row in stopped).most_common()
+    assert len(shown) == len(rungs) > 1 and rungs[0][1] > 5
+    assert shown[0].startswith(f"stopped {rungs[0][1]} rank … of 48 at {rungs[0][0]} of its training")
 
 
 def test_the_page_forbids_the_network_and_all_scripts_but_its_own(run: Path, page: Node) -> None:
