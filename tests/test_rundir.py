@@ -50,9 +50,10 @@ def test_a_damaged_file_counts_as_absent(tmp_path, content):
 def test_used_directory_is_refused_unless_resumed(tmp_path, resume):
     (tmp_path / "something").write_text("mine")
     if resume:
+        (tmp_path / "sweep.yaml").write_text("")  # the user's own, beside the data
         with pytest.raises(UserError, match="not by a sweep"), open_run(tmp_path, resume=True):
             pass
-        (tmp_path / "sweep.yaml").write_text("")
+        (tmp_path / ".lock").write_text("")
         with open_run(tmp_path, resume=True) as run:
             run.event("hello", n=1)
         assert json.loads((tmp_path / "events.jsonl").read_text())["event"] == "hello"
