@@ -67,6 +67,7 @@ def split_ranks(stacked, sites, axis):
     return tuple(parts)
 
 
+@jax.named_scope("lora")
 def job_product(x, y, dims: str, out_dtype):
     """Multiply per job with float32 accumulation: "tk,nk", "tk,kn" or "tk,tn"; either may have a job axis of 1."""
     left, right = dims.split(",")

@@ -320,10 +320,18 @@ def _parser() -> argparse.ArgumentParser:
     ):
         sub.add_argument(flag, type=_count, default=default, metavar="N", help=f"{doc} (default: {default})")
     sub.add_argument(
-        "--recompute", choices=["none", "dots", "layer"], default="none", help="what backward recomputes"
+        "--recompute",
+        choices=["auto", "none", "dots", "layer"],
+        default="none",
+        help="what backward recomputes; auto: the least that fits the device (default: none)",
     )
     sub.add_argument(
         "--precision", choices=["auto", "fp32", "bf16"], default="auto", help="of the frozen base"
+    )
+    sub.add_argument(
+        "--compare",
+        choices=["peft"],
+        help="also time PEFT and PyTorch on the same shapes, one job after another",
     )
     sub.add_argument(
         "--kernels",
@@ -484,6 +492,7 @@ def _bench(args: argparse.Namespace) -> int:
         rank=args.rank,
         recompute=args.recompute,
         kernels=args.kernels,
+        compare=args.compare,
     )
 
 

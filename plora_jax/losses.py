@@ -31,7 +31,7 @@ def token_losses(
     rows = -(-count // pieces)
     flat = jnp.pad(flat, ((0, pieces * rows - count), (0, 0))).reshape(pieces, rows, -1)
     wanted = jnp.pad(wanted, (0, pieces * rows - count), constant_values=-1).reshape(pieces, rows)
-    with matmul_precision(runtime or Runtime()):
+    with matmul_precision(runtime or Runtime()), jax.named_scope("loss"):
         out = _losses(model.config.final_softcap, flat, wanted, model.head_weights)
     return out.reshape(-1)[:count].reshape(targets.shape)
 

@@ -223,7 +223,9 @@ def _train_step(
         weights: Adapter, scales: Any, h: Hyper, params: nnx.State, batch: Batch
     ) -> tuple[Array, Array]:
         model = nnx.merge(graphdef, params)
-        sites = {name: LoRA(w.a, w.b, scales[name]) for name, w in weights.items()}
+        # cast once a step, not in every layer forward and backward; their gradients are rounded as autocast's are
+        cast = jax.tree.map(lambda w: w.astype(runtime.dtype), weights)
+        sites = {name: LoRA(w.a, w.b, scales[name]) for name, w in cast.items()}
         dropout = Dropout(h.seed, h.dropout, batch.epoch) if spec.has_dropout else None
         hidden = model.hidden(batch.tokens, batch.positions, batch.rows, sites, dropout, runtime=runtime)
         losses = token_losses(model, hidden, batch.trained, batch.targets, chunk, runtime)
@@ -279,10 +281,12 @@ def _train_step(
             loss, tokens = state.loss_sum + loss, state.tokens + tokens
             grads = select(batch.active, 1, jax.tree.map(jnp.add, state.grads, grads), state.grads)
             state = state._replace(grads=grads, loss_sum=loss, tokens=tokens)
-            state, norm = jax.lax.cond(close.any(), end_batches, leave_open, state, close)
+            with jax.named_scope("optimizer"):
+                state, norm = jax.lax.cond(close.any(), end_batches, leave_open, state, close)
         else:
             close = batch.active
-            state, norm = optimize(state, grads, tokens, close)
+            with jax.named_scope("optimizer"):
+                state, norm = optimize(state, grads, tokens, close)
         return state, Metrics(
             closed=close,
             step=state.step,

@@ -5,11 +5,17 @@ import json
 import pytest
 
 from planner import CostModel, StepShape, step_memory
-from plora_jax import profile
+from plora_jax import bench, profile
 from plora_jax.bench import measure_step
 from plora_jax.cli import main
+from plora_jax.errors import UserError
+from plora_jax.jobs import Job
+from plora_jax.models.decoder import Runtime
 from plora_jax.models.load import load_base
 from plora_jax.planning import model_shape
+from plora_jax.recompute import cheapest, choices, needed_bytes
+from plora_jax.step import pack_spec
+from plora_jax.trace import PARTS
 from tests import tiny
 
 
@@ -23,14 +29,64 @@ def test_bench_step_measures_the_real_step(tmp_path, capsys):
     assert 0 < least <= median <= most
     assert abs(result["tokens_s"] - 2 * 2 * 16 / (median / 1e3)) < 1e-6 * result["tokens_s"]
     assert result["rank_bucket"] == 8
-    # 2 jobs × 7 sites × 2 layers: weights, gradients and two moments in float32, and the base's parameters
+    # 2 jobs × 7 sites × 2 layers: weights and two moments in float32, and the base's parameters
     sites = 16 * 16 + 16 * 8 + 16 * 8 + 16 * 16 + 3 * 16 * 32
     adapters = 2 * 2 * 8 * ((16 + 16) + 2 * (16 + 8) + (16 + 16) + 3 * (16 + 32))
     base = 64 * 16 + 2 * (sites + 2 * 16) + 16
-    assert result["argument_bytes"] >= 4 * (4 * adapters + base)
-    assert result["argument_bytes"] < 4 * (4 * adapters + base) + 20_000
+    assert result["argument_bytes"] >= 4 * (3 * adapters + base)
+    assert result["argument_bytes"] < 4 * (3 * adapters + base) + 20_000
     assert 3.5 < result["loss"] < 5  # random weights: about ln 64
-    assert "tokens/s" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "tokens/s" in told and "from the cache" in told
+    # 4·16·(16·32 … ) counted by hand: frozen products and head, adapters of bucket 8, causal scores
+    tokens, d, f = 2 * 2 * 16, 16, 32
+    frozen = 2 * (2 * d * d + 2 * d * 8 + 3 * d * f) + 64 * d
+    flops = 4 * tokens * frozen + 6 * tokens * (adapters // 2) + 6 * tokens * 16 * 2 * 2 * 8
+    assert result["model_flops_s"] == pytest.approx(flops / (median / 1e3))
+    bound = result["ceiling"]
+    assert bound["share"] == pytest.approx(result["tokens_s"] / bound["tokens_s"])
+    assert list(bound["products"]) == ["attn_in", "attn_out", "mlp_in", "mlp_act", "head"]
+    assert bound["flops_s"] > 0 and result["compile_cached_s"] > 0
+    assert set(result["parts"]) == {*PARTS, "gaps"}
+    # what is sorted is the step: its parts and gaps are no less than half its time, and products are found
+    assert sum(result["parts"].values()) > 0.5 * least
+    assert result["parts"]["frozen products"] > 0 and result["parts"]["optimizer"] > 0
+
+
+def test_recompute_auto_takes_the_least_that_fits(tmp_path, monkeypatch):
+    model = tiny.write_model(tmp_path / "model", num_hidden_layers=4)
+    base = load_base(str(model), random_weights=True, precision="fp32")
+    batch, spec = bench.random_batch(64, 2, 4, 64), pack_spec(base.config, [Job(rank=8)] * 2)
+    programs: dict = {}
+
+    def make(runtime):
+        if runtime not in programs:
+            programs[runtime] = bench.compile_step(base, spec, batch, runtime).compiled
+        return programs[runtime]
+
+    every = list(choices(Runtime(segments=False), 4))
+    assert [(r.recompute, r.recomputed) for r in every] == [
+        ("none", 0), ("dots", 0), ("dots", 1), ("dots", 2), ("dots", 3), ("layer", 0)
+    ]  # fmt: skip
+    sizes = [needed_bytes(make(runtime)) for runtime in every]
+    assert sizes[0] > sizes[1] > sizes[-1] and sizes[2] > sizes[-1]
+    for size in sizes:
+        runtime, program = cheapest(Runtime(segments=False), 4, size, make)
+        assert runtime == every[[s <= size for s in sizes].index(True)] and program is make(runtime)
+    with pytest.raises(UserError, match="every layer recomputed"):
+        cheapest(Runtime(segments=False), 4, min(sizes) - 1, make)
+    asked = []
+    cheapest(
+        Runtime(segments=False),
+        4,
+        sizes[0],
+        make,
+        lambda r: asked.append(r) or (2**40 if len(asked) < 3 else 0),
+    )
+    assert len(asked) == 3  # two were predicted far too large and not compiled
+    monkeypatch.setattr(bench, "device_bytes", lambda: None)
+    with pytest.raises(UserError, match="does not tell"):
+        measure_step(base, jobs=1, m=1, length=8, rank=8, recompute="auto", repeats=0)
 
 
 def test_bench_refuses_what_it_does_not_know(tmp_path, capsys):

@@ -47,6 +47,7 @@ class Runtime:
 
     attention: xla anywhere, cudnn on NVIDIA in bf16 or fp16.
     recompute: what backward computes again: none, all but the matrix products (dots), or the whole layer.
+    recomputed: this many of the first layers are recomputed whole, whatever `recompute` says of the others.
     dtype: of activations, and of weights as they are used.
     precision: of the matrix products; "highest" keeps float32 on GPUs that would use TF32, None leaves jax's own
     setting. The backward pass is traced outside the model: put `matmul_precision` around it.
@@ -61,6 +62,7 @@ class Runtime:
     precision: Literal["highest"] | None = None
     segments: bool = True
     unroll: int = 1
+    recomputed: int = 0
 
 
 class Cache(NamedTuple):
@@ -272,17 +274,33 @@ class Decoder(nnx.Module):
         which = Which(jnp.arange(c.n_layers), jnp.asarray(c.layer_rope, jnp.int32), windows)
         graphdef, stacked = nnx.split(self.layers)
 
-        def layer(x: Array, xs: tuple[nnx.State, Adapters, Which, Any]) -> tuple[Array, Any]:
+        def layer(x: Array, xs: tuple[nnx.State | None, Adapters, Which, Any]) -> tuple[Array, Any]:
             state, lora, this, past = xs
+            if state is None:
+                state = jax.tree.map(
+                    lambda w: jax.lax.dynamic_index_in_dim(w, this.layer, keepdims=False), stacked
+                )
             x, made = nnx.merge(graphdef, state)(x, lora, past, flow, this, runtime)
             return x, made if keep else None
+
+        def run(x: Array, xs: Any, policy: str, layers: int) -> tuple[Array, Any]:
+            unroll = max(1, min(runtime.unroll, layers))
+            return jax.lax.scan(recomputing(layer, policy, runtime), x, xs, unroll=unroll)
 
         with matmul_precision(runtime):
             x = self.embed[...][tokens].astype(runtime.dtype)  # [B, S, D]
             x = x * jnp.asarray(c.embed_scale, x.dtype) if c.embed_scale != 1.0 else x
             past = None if cache is None else (cache.k, cache.v)
-            layers = (stacked, adapters or {}, which, past)
-            x, made = jax.lax.scan(recomputing(layer, runtime.recompute), x, layers, unroll=runtime.unroll)
+            if runtime.recomputed == 0:
+                x, made = run(x, (stacked, adapters or {}, which, past), runtime.recompute, c.n_layers)
+                return self.norm(x), made
+            # Each layer picks its own weights: two scans over parts of them would copy them all.
+            for start, end, policy in (
+                (0, runtime.recomputed, "layer"),
+                (runtime.recomputed, c.n_layers, runtime.recompute),
+            ):
+                part = jax.tree.map(lambda t, i=start, j=end: t[i:j], (adapters or {}, which))
+                x, made = run(x, (None, *part, None), policy, end - start)
             return self.norm(x), made
 
     @property
@@ -310,16 +328,25 @@ def matmul_precision(runtime: Runtime) -> AbstractContextManager[Any]:
     return jax.default_matmul_precision(runtime.precision) if runtime.precision else nullcontext()
 
 
-def recomputing(layer: Callable[..., Any], policy: str) -> Callable[..., Any]:
-    """Wrap a layer so that backward computes again what `Runtime.recompute` says.
+def recomputing(layer: Callable[..., Any], policy: str, runtime: Runtime) -> Callable[..., Any]:
+    """Wrap a layer so that backward computes again what a value of `Runtime.recompute` says.
 
     "dots" keeps the outputs of attention and of every site but the last, whose sum is the next layer's input.
     """
     if policy == "none":
         return layer
-    names = () if policy == "layer" else ("attention", *SOURCES[:3])
-    keep = jax.checkpoint_policies.save_only_these_names(SHRUNK, *names)
-    return jax.checkpoint(layer, policy=keep, prevent_cse=False)  # scan already keeps XLA from undoing it
+    # cuDNN's own output is kept below
+    attention = () if runtime.attention == "cudnn" else ("attention",)
+    names = () if policy == "layer" else (*attention, *SOURCES[:3])
+    named = jax.checkpoint_policies.save_only_these_names(SHRUNK, *names)
+
+    def keep(primitive: Any, *args: Any, **params: Any) -> Any:
+        # with the softmax statistics, which cuDNN's backward pass needs: its forward pass would run again for them
+        flash = policy == "dots" and primitive.name.startswith("dot_product_attention_fwd")
+        return flash or named(primitive, *args, **params)
+
+    # A loop keeps XLA from undoing it; where there is none, layers that are to be recomputed whole must be protected.
+    return jax.checkpoint(layer, policy=keep, prevent_cse=policy == "layer" and runtime.unroll > 1)
 
 
 def rotations(

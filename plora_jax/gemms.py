@@ -1,0 +1,71 @@
+"""The ceiling of a packed step: how fast this device multiplies with the frozen weights alone."""
+
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from plora_jax.models.config import SOURCES, ModelConfig
+
+WORK = 4e12  # FLOP of one timed call, so that its launch does not count
+
+
+def frozen_products(config: ModelConfig, tokens: int, trained: int) -> list[tuple[str, int, int, int, int]]:
+    """List a step's products with frozen weights: (name, rows, features in, features out, how many of each).
+
+    Sites that read one input count as one product. Each is run forward and, transposed, for the gradient of its input.
+    """
+    out = []
+    for source in SOURCES:
+        sites = config.sites_of(source)
+        out.append((source, tokens, sites[0].d_in, sum(site.d_out for site in sites), config.n_layers))
+    return [*out, ("head", trained, config.d_model, config.vocab_size, 1)]
+
+
+def measure_ceiling(config: ModelConfig, tokens: int, trained: int, dtype: Any) -> dict[str, Any]:
+    """Time the frozen products of a step on random numbers, nothing between them.
+
+    Args:
+      tokens, trained: positions that the layers and the head see in a step. dtype: of the products.
+
+    Returns:
+      {"seconds": of all, "flops": of all, "products": {name: [TFLOP/s forward, TFLOP/s backward]}}.
+    """
+    seconds = flops = 0.0
+    products = {}
+    for name, rows, d_in, d_out, count in frozen_products(config, tokens, trained):
+        keys = jax.random.split(jax.random.key(0), 3)
+        draw = partial(jax.random.normal, dtype=dtype)
+        one = 2.0 * rows * d_in * d_out
+        # several copies of a weight, so that none stays in the cache from one product to the next
+        copies = 1 if name == "head" else min(64, max(4, math.ceil(WORK / one)))
+        w = draw(keys[0], (copies, d_in, d_out)) * 0.02
+        each = [
+            _seconds(partial(_products, spec), draw(key, (rows, size)), w) / copies
+            for spec, key, size in (("td,df->tf", keys[1], d_in), ("tf,df->td", keys[2], d_out))
+        ]
+        products[name] = [one / s / 1e12 for s in each]
+        seconds, flops = seconds + count * sum(each), flops + count * 2 * one
+    return {"seconds": seconds, "flops": flops, "products": products}
+
+
+def _products(spec: str, x: Array, w: Array) -> Array:
+    """Multiply x with each weight in turn, keeping the last result: what a scan over layers does."""
+    first = jnp.einsum(spec, x, w[0])
+    return jax.lax.scan(lambda _, one: (jnp.einsum(spec, x, one), None), first, w[1:])[0]
+
+
+def _seconds(function: Callable[[Array, Array], Array], x: Array, w: Array, calls: int = 3) -> float:
+    run = jax.jit(function)
+    jax.block_until_ready(run(x, w))
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        jax.block_until_ready([run(x, w) for _ in range(calls)][-1])
+        times.append((time.perf_counter() - start) / calls)
+    return min(times)
