@@ -51,7 +51,7 @@ def cheapest[Program](
 
     Args:
       runtime: what else is fixed. layers: of the model. limit: bytes. make: compiles the program of a runtime.
-      size: its bytes. predict: its bytes by the planner: what is predicted far above the limit is not compiled, but for the last.
+      size: its bytes. predict: its bytes by the planner; what is far above the limit is not compiled, but for the last.
 
     Raises:
       UserError: even the program that recomputes every layer is larger.

@@ -1,0 +1,66 @@
+"""Recomputing, and writing layers out of the scan, change neither a state nor a gradient."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from plora_jax import adapters as lora
+from plora_jax.jobs import Job
+from plora_jax.models.decoder import LoRA, Runtime
+from plora_jax.models.load import load_base
+from tests.models.tiny import LLAMA
+from tests.peft_cases import compile_fast
+
+VARIANTS = [
+    {"recompute": "dots"},
+    {"recompute": "layer"},
+    {"unroll": 4},
+    {"recompute": "dots", "unroll": 3},
+    {"recompute": "layer", "unroll": 4},
+    {"recompute": "dots", "recomputed": 1},
+    {"recomputed": 3, "unroll": 2},
+]
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    """Give a function from runtime to (loss, gradients) of four layers in float64, and what the plain one gives."""
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 4}))
+    with jax.enable_x64(True):
+        base = load_base(str(folder), random_weights=True, dtype=jnp.float64)
+        params = jax.tree.map(lambda leaf: leaf * 5 if leaf.ndim > 2 else leaf, base.params)
+        job, random = Job(rank=3), np.random.default_rng(0)
+        weights = jax.tree.map(
+            lambda leaf: jnp.asarray(random.normal(size=leaf.shape)), lora.init_adapter(base.config, job)
+        )
+        scales = lora.scales(base.config, job)
+        tokens = jnp.asarray(random.integers(0, LLAMA["vocab_size"], (2, 6)), jnp.int32)
+        at = jnp.broadcast_to(jnp.arange(6), tokens.shape)
+        rows = jnp.asarray([[0, 0, 0, 1, 1, -1], [2] * 6], jnp.int32)
+
+        def run(fields):
+            def loss(weights, params):
+                sites = {name: LoRA(w.a, w.b, scales[name]) for name, w in weights.items()}
+                hidden = base.model(params).hidden(
+                    tokens, at, rows, sites, runtime=Runtime(dtype=jnp.float64, **fields)
+                )
+                return jnp.sin(hidden).sum()
+
+            step = jax.jit(jax.value_and_grad(loss))
+            return compile_fast(step, weights, params)(weights, params)
+
+        yield run, run({})
+
+
+@pytest.mark.parametrize("fields", VARIANTS, ids=str)
+def test_states_and_gradients_stay(case, fields):
+    run, (plain, slopes) = case
+    value, found = run(fields)
+    np.testing.assert_allclose(value, plain, rtol=1e-13)
+    for one, two in zip(jax.tree.leaves(found), jax.tree.leaves(slopes), strict=True):
+        assert jnp.abs(two).max() > 1e-3
+        np.testing.assert_allclose(one, two, rtol=1e-10, atol=1e-12)
