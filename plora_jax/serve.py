@@ -4,6 +4,7 @@ import json
 import socket
 import sys
 import threading
+import time
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,6 +15,7 @@ from plora_jax.report import render
 from plora_jax.runfiles import RunFiles
 from plora_jax.runview import read_view
 
+RESTS = 9  # times as long as making a page took, before the next is made: a tenth of a core at most
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 HEADERS = {
     "Cache-Control": "no-store",
@@ -31,16 +33,19 @@ class Server(ThreadingHTTPServer):
     def __init__(self, run: Path, host: str, port: int) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.files, self.guard = RunFiles(run), threading.Lock()
-        self.made: tuple[str, str] = ("", "")
+        self.made, self.due = ("", ""), 0.0
         self.local = host in LOOPBACK
         super().__init__((host, port), Handler)
 
     def page(self) -> tuple[str, str]:
-        """Return the version of the run's files and the page of it."""
+        """Return the version of the run's files that is shown, and the page; a slow page is made less often."""
         with self.guard:
-            if self.files.version() != self.made[0]:
+            began = time.monotonic()
+            if began >= self.due:
                 version = self.files.version()  # before the files are read: what comes later is news
-                self.made = version, render(self.files, live=version)
+                if version != self.made[0]:
+                    self.made = version, render(self.files, live=version)
+                    self.due = began + (1 + RESTS) * (time.monotonic() - began)
             return self.made
 
 

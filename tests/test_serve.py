@@ -67,7 +67,10 @@ def test_it_serves_the_page_and_its_news(run: Path, served: tuple[subprocess.Pop
     job = sorted((run / "jobs").iterdir())[0]
     with (job / "metrics.jsonl").open("a") as file:
         file.write('{"step": 21, "loss": 0.5, "lr": 0, "grad_norm": 1, "tokens": 7, "skipped": 0}\n')
-    later = json.loads(ask(port, f"/state.json?seen={seen}")[2])
+    later = news
+    until = time.monotonic() + 20
+    while not later["page"] and time.monotonic() < until:  # a page rests before it is made again
+        later = json.loads(ask(port, f"/state.json?seen={seen}")[2])
     assert later["version"] != seen and f'data-live="{later["version"]}"' in later["page"]
     assert not (run / "report.html").exists()
     assert ask(port, "/", method="HEAD")[2] == ""
