@@ -42,8 +42,9 @@ class Answer(NamedTuple):
         Spaces around it do not count, and neither does how a number is written ("1,234.50" is "1234.5"), except of a
         whole text.
         """
+        text = text.strip()
         if self.kind == "whole":
-            return text.strip() or None
+            return text or None
         if self.kind == "last_number":
             found = NUMBER.findall(text)
             return _value(found[-1]) if found else None

@@ -104,9 +104,6 @@ class Scorer:
         self.base, self.runtime = base, runtime or Runtime()
         self.step = make_eval_step(base, runtime)
         self.budget = tokens or (8_192 if jax.default_backend() == "cpu" else 65_536)
-        c, memory = base.config, (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 8 << 30)
-        token = 2 * c.n_layers * c.n_kv_heads * c.head_dim * jnp.dtype(self.runtime.dtype).itemsize
-        self.cached = max(1, int(CACHE_SHARE * memory) // token)  # tokens whose keys and values may be held
 
     def score(
         self,
@@ -176,10 +173,18 @@ class Scorer:
             stops=asked.stops,
             new_tokens=asked.new_tokens,
             runtime=self.runtime,
-            at_once=min(budget, self.cached),
+            at_once=self._cached(budget),
             advance=advance,
         )
         return [score(evals, row, asked.texts(own)) for row, own in zip(log_p, answers, strict=True)]
+
+    def _cached(self, budget: int) -> int:
+        """Return how many tokens' keys and values are held at once: no more values than `budget` layer inputs have."""
+        c, stats = self.base.config, jax.local_devices()[0].memory_stats() or {}
+        values = 2 * c.n_kv_heads * c.head_dim  # a token and layer
+        token_bytes = c.n_layers * values * jnp.dtype(self.runtime.dtype).itemsize
+        most = int(CACHE_SHARE * stats.get("bytes_limit", 8 << 30)) // token_bytes
+        return min(budget, budget * c.d_model // values, most)
 
     def _log_p(
         self,

@@ -148,6 +148,8 @@ def _program(graphdef: nnx.GraphDef, runtime: Runtime, new: int) -> Callable[...
         stops: Int32[Array, " E"],
     ) -> Int32[Array, "J B new"]:
         P = tokens.shape[-1]
+        # rounded once, as each product would round them, and not at every token
+        weights = jax.tree.map(lambda factor: factor.astype(runtime.dtype), weights)
         place = jnp.arange(P + new - 1)  # the last token is never read
         positions = jnp.where(place < P, place, lengths[..., None] + place - P)  # [J, B, T]
         gap = (place < P) & (place >= lengths[..., None])

@@ -44,6 +44,7 @@ CASES = [
     (Answer("regex", r"answer is (\w+)|\((\w)\)"), "so (B)", "B"),
     (Answer("regex", r"\d+ km"), "it is 12 km or 13 km", "12 km"),
     (Answer("regex", r"is (.*)"), "is 1,000.0", "1000"),
+    (Answer("regex", r"^\w+"), " yes, it is", "yes"),
     (Answer("regex", r"(x*)"), "abc", None),
     (Answer("regex", r"y"), "abc", None),
 ]

@@ -267,3 +267,38 @@ def test_the_command_refuses(argv, says, base, rows, tmp_path, monkeypatch):
     write_module(tmp_path)
     tiny.write_rows(tmp_path / "eval.jsonl", rows)
     assert says in refused(tmp_path, "eval", "--model", base.name, "--data", "eval.jsonl", *argv)
+
+
+def sweep_of(base, rows, directory, **data):
+    """Write a sweep of two jobs on the tiny model."""
+    tiny.write_rows(directory / "train.jsonl", [{"prompt": p, "completion": " yes yes"} for p in PROMPTS])
+    tiny.write_rows(directory / "eval.jsonl", [{"prompt": r["prompt"], "completion": " yes"} for r in rows])
+    files = {"train": "train.jsonl", "eval": "eval.jsonl", "max_length": 32, "max_new_tokens": NEW}
+    return tiny.write_sweep(
+        directory,
+        model=base.name,
+        data=files | data,
+        search={"rank": [8], "learning_rate": [1e-6, 0.05]},
+        train={"batch_size": 7, "epochs": 6},
+    )
+
+
+@pytest.mark.slow
+def test_a_sweep_is_ranked_by_what_its_adapters_answer(base, rows, tmp_path):
+    how = {"metric": "exact_match", "answer": {"regex": r"^(\w+)"}}
+    sweep = sweep_of(base, rows, tmp_path, **how)
+    assert main(["sweep", str(sweep), "--out", str(tmp_path / "run")]) == 0
+    board = json.loads((tmp_path / "run" / "leaderboard.json").read_text())
+    best, last = board["jobs"]
+    assert best["learning_rate"] == 0.05 and best["score"] == 1.0 > last["score"] == board["base"]["score"]
+    assert (best["low"], best["high"]) == pytest.approx((7 / (7 + 1.96**2), 1.0), abs=1e-4)
+    assert board["higher_is_better"] and board["metric"] == "exact_match"
+    adapter, _ = import_adapter(tmp_path / "run" / best["adapter"], base.config)
+    assert answer_of(base, Job(rank=8), adapter, PROMPTS[0]).split()[:2] == ["yes", "yes"]
+
+
+def test_a_metric_that_fails_is_found_before_anything_is_trained(base, rows, tmp_path):
+    write_module(tmp_path)
+    sweep = sweep_of(base, rows, tmp_path, metric="own_score:broken")
+    says = refused(tmp_path, "sweep", sweep, "--out", tmp_path / "run")
+    assert "metric own_score:broken returned 1 values for 4 rows" in says
