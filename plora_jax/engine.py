@@ -43,6 +43,7 @@ from plora_jax.worker import Preempted, Worker
 # Forward passes that a trained token costs: its own, and a backward pass to the inputs alone.
 TRAINING_WORK = 2.0
 FEED_S = 2.0  # seconds between two looks at what trackers get
+END_S = 5.0  # seconds for workers to end once nothing is left to do
 SAMPLE_S = 10.0  # seconds between two lines of a worker's measurements in events.jsonl
 UNSAMPLED = ("time", "pid", "host", "jobs", "phase")
 
@@ -216,8 +217,8 @@ class _Watch:
     def update(self, name: str, status: dict[str, Any]) -> None:
         """Take in one worker's state."""
         self.workers[name] = dict(status)
-        if time.monotonic() - self.sampled.get(name, -math.inf) >= SAMPLE_S:
-            self.sampled[name] = time.monotonic()
+        if status["time"] - self.sampled.get(name, -math.inf) >= SAMPLE_S:
+            self.sampled[name] = status["time"]
             self.run.event("sample", worker=name, **{k: v for k, v in status.items() if k not in UNSAMPLED})
         if time.monotonic() - self.fed >= FEED_S:
             self.feed.poll()
@@ -260,12 +261,16 @@ def _work_here(run: RunDirectory, base: Base | None, task: Task, console: Consol
 def _drive(
     launcher: Launcher, groups: Sequence[Group], run: RunDirectory, console: Console, watch: _Watch
 ) -> None:
-    """Keep workers at it until none is left, and tell of those that die."""
+    """Keep workers at it until none is left or all is done, and tell of those that die."""
     jax.config.update("jax_platforms", "cpu")  # the devices are the workers'
     launcher.start(run.path, groups)
+    deadline = math.inf
     try:
-        while launcher.alive():
+        while launcher.alive() and time.monotonic() < deadline:
             time.sleep(0.3)
+            # workers end when it is finished; one that waits for a node or for a restart does not
+            if watch.journal.refresh().finished:
+                deadline = min(deadline, time.monotonic() + END_S)
             for ended in launcher.poll():
                 if ended.cause:
                     run.event("worker_lost", worker=ended.worker, cause=ended.cause, left=ended.left)

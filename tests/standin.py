@@ -26,12 +26,12 @@ def main() -> None:
         "cores": sorted(os.sched_getaffinity(0)),
         "env": {name: os.environ.get(name) for name in ENV},
     }
+    print(f"worker {worker} is working", flush=True)
+    with open(run / f"begun-{worker}", "a") as file:
+        file.write(f"{os.getpid()}\n")
     path = run / "workers" / f"{worker}.json"
     path.with_suffix(".tmp").write_text(json.dumps(seen))
     path.with_suffix(".tmp").rename(path)
-    with open(run / f"begun-{worker}", "a") as file:
-        file.write(f"{os.getpid()}\n")
-    print(f"worker {worker} is working", flush=True)
     if mode == "crash":
         print("the disk is full", file=sys.stderr)
         raise OSError(28, "No space left on device")

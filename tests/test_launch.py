@@ -1,5 +1,6 @@
 """Workers that die are told of and started again, a while later and not for ever; all end when the driver asks."""
 
+import io
 import os
 import signal
 import subprocess
@@ -9,9 +10,16 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from plora_jax import engine
+from plora_jax.engine import _drive, _Watch
+from plora_jax.journal import BASE, TEST, Journal
 from plora_jax.launch import Ended, Pool, Restarts
-from plora_jax.process import Group, WorkerProcess
+from plora_jax.process import Exit, Group, WorkerProcess
+from plora_jax.progress import Progress
+from plora_jax.rundir import open_run
+from plora_jax.trackers import Feed
 from tests.test_process import STANDIN, gone, status, wait_for
 
 SPAWN = partial(WorkerProcess, module=STANDIN)
@@ -161,3 +169,33 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path):
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(5) == 130
     assert all(gone(pid) for worker in "01" for pid in pids(tmp_path, worker))
+
+
+def test_the_driver_does_not_wait_for_a_worker_that_no_work_is_left_for(tmp_path):
+    """As one whose node was lost, and that no other node has room for."""
+
+    class Waiting:
+        ended: Exit | None = None
+
+        def __init__(self, run, group):
+            pass
+
+        def poll(self):
+            return self.ended
+
+        def terminate(self):
+            self.ended = Exit("", "", started=False)
+
+        kill = terminate
+
+    console = Console(file=io.StringIO())
+    with open_run(tmp_path / "run", resume=False) as run, Progress(console, 1.0) as progress:
+        journal = Journal(run.path / "journal.jsonl")
+        for name in (BASE, TEST):
+            journal.append("done", pack=name)
+        watch = _Watch(run, journal, progress, Feed(run, {}, (), "", print), {})
+        pool = Pool(Waiting)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine, "END_S", 0.5)
+            _drive(pool, [Group("0")], run, console, watch)
+        assert pool.alive() == []
