@@ -119,6 +119,10 @@ def _missing(value: float | None) -> bool:
     return value is None or math.isnan(value)
 
 
+def _interval(low: float | None, high: float | None) -> str:
+    return "" if low is None or high is None else f"{low:.3f}–{high:.3f}"
+
+
 def write_leaderboard(
     run: RunDirectory, metric: str, base: "Score", rows: list[dict[str, Any]], test: dict[str, Any] | None
 ) -> None:
@@ -154,13 +158,14 @@ def print_leaderboard(
     table = Table(
         title=f"leaderboard: {metric} on {base.rows} held-out rows", title_justify="left", box=box.SIMPLE
     )
-    for name in ("", "job", "score", "loss", *differing, "steps", *(["status"] if told else [])):
+    for name in ("", "job", "score", "95 %", "loss", *differing, "steps", *(["status"] if told else [])):
         text = name in ("job", "status")
         table.add_column(_SHORT.get(name, name), justify="left" if text else "right", no_wrap=name == "job")
-    table.add_row("", "base model", f"{base.score:.3f}", f"{base.loss:.3f}")
+    table.add_row("", "base model", f"{base.score:.3f}", _interval(base.low, base.high), f"{base.loss:.3f}")
     for place, row in enumerate(rows, 1):
-        numbers = ["–" if _missing(row[name]) else f"{row[name]:.3f}" for name in ("score", "loss")]
+        score, loss = ("–" if _missing(row[name]) else f"{row[name]:.3f}" for name in ("score", "loss"))
         fields = [f"{row[n]:g}" if isinstance(row[n], float) else str(row[n]) for n in differing]
+        numbers = (score, _interval(row["low"], row["high"]), loss)
         status = [Text(row["status"] + (f": {row['reason']}" if row["reason"] else ""))] if told else []
         table.add_row(str(place), row["job_id"], *numbers, *map(Text, fields), str(row["steps"]), *status)
     console.print(table)

@@ -111,13 +111,13 @@ def test_a_token_across_the_border_is_the_answers(tmp_path):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.BPE({"a": 0, ":": 1, "Ġ": 2, "y": 3, "Ġy": 4, "<e>": 5}, [("Ġ", "y")]))
+    words = Tokenizer(models.BPE({"a": 0, ":": 1, "x": 2, "y": 3, "xy": 4, "<e>": 5}, [("x", "y")]))
     words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     words.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<e>")
-    examples = examples_of(tokenizer, tmp_path / "eval.jsonl", [{"prompt": "a: ", "completion": "y"}])
+    examples = examples_of(tokenizer, tmp_path / "eval.jsonl", [{"prompt": "a:x", "completion": "y"}])
     asked = make_questions(examples, tokenizer, Answer("whole"), new_tokens=5)
-    assert asked.prompts[0].tolist() == [0, 1] and asked.repeated == [" "]
+    assert asked.prompts[0].tolist() == [0, 1] and asked.repeated == ["x"]
     assert asked.texts([[4, 5]]) == ["y"] and asked.grade(["y"]).tolist() == [1]
 
 
