@@ -19,6 +19,7 @@ import orbax.checkpoint.experimental.v1 as ocp
 
 from plora_jax.errors import UserError
 from plora_jax.faults import fault
+from plora_jax.rundir import flush
 
 PyTree = Any
 
@@ -143,10 +144,10 @@ class Checkpoints:
                 filled |= {name: value for name, value in arrays.items() if _bytes(value).any()}
                 ocp.save(partial, filled, overwrite=True, custom_metadata=record)
             fault("checkpoint-sync")
-            _flush(partial)
+            _flush_all(partial)
             fault("checkpoint-commit")
             partial.rename(final)
-            _flush_directory(self.directory)
+            flush(self.directory)
             fault("checkpoint-prune")
             for path in [*before, final][: -self.keep]:
                 _remove(path)
@@ -256,20 +257,12 @@ def _remove_tree(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _flush(directory: Path) -> None:
+def _flush_all(directory: Path) -> None:
     """Flush every file and directory below `directory`: Orbax flushes arrays, but neither its metadata nor names."""
     for parent, _, files in os.walk(directory):
         for name in files:
-            _flush_directory(Path(parent, name))
-        _flush_directory(Path(parent))
-
-
-def _flush_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            flush(Path(parent, name))
+        flush(Path(parent))
 
 
 def _as_os_error(err: BaseException, path: Path) -> BaseException:

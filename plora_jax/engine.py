@@ -22,6 +22,7 @@ from plora_jax.config import Sweep, make_sweep, resolved, unsupported
 from plora_jax.drawing import corner_jobs
 from plora_jax.errors import UserError
 from plora_jax.evaluate import Score
+from plora_jax.inputs import input_digests
 from plora_jax.jobs import Job
 from plora_jax.journal import Journal
 from plora_jax.launch import Launcher
@@ -102,7 +103,7 @@ def run_sweep(
     else:
         base = base or load_base(sweep.model, precision=sweep.precision.base)  # type: ignore[arg-type]
     with open_run(out, resume) as run:
-        _begin(run, sweep, task.digests)
+        _begin(run, sweep, task.digests | input_digests(sweep, jobs))
         journal = Journal(run.path / "journal.jsonl")
         on_cpu = site.devices.spec.name == "cpu"
         by_steps = on_cpu if reproducible is None else reproducible
@@ -296,7 +297,7 @@ def _finish(run: RunDirectory, journal: Journal, sweep: Sweep, console: Console,
     rows = rank(results, metric)
     failed = sum(row["status"] == "failed" for row in rows)
     write_leaderboard(run, metric, Score(**base), rows, test)
-    _link_best(run, rows[0])
+    _link_best(run, rows[0], console)
     run.event("finished", failed=failed)
     print_leaderboard(console, metric, Score(**base), rows, test, out)
     with contextlib.suppress(UserError):  # said by the leaderboard all the same
@@ -328,21 +329,24 @@ def described(model: str, jobs: Sequence[Job], data: dict[str, Any]) -> Sweep:
     return make_sweep(model=model, data=data, search={"jobs": listed})
 
 
-def _begin(run: RunDirectory, sweep: Sweep, data: dict[str, str]) -> None:
+def _begin(run: RunDirectory, sweep: Sweep, inputs: dict[str, str]) -> None:
     """Write what the run is made of, or check that it is the same run."""
     text, path = resolved(sweep), run.path / "sweep.yaml"
     if path.exists() and (before := path.read_text(encoding="utf-8", errors="replace")) != text:
         raise UserError(
             f"{path}: this run was started with another configuration:\n{_difference(before, text)}"
         )
-    read = run.read_json("data.json") or {}
-    if changed := [name for name, digest in data.items() if read.get(name, digest) != digest]:
-        raise UserError(
-            f"{run.path}: {', '.join(changed)} changed since this run was started; "
-            "put the rows back, or give another directory"
-        )
+    then = run.read_json("inputs.json") or {}
+    changed = [
+        f"{name} changed since this run was started: then {digest}, now {inputs.get(name, 'absent')}"
+        for name, digest in then.items()
+        if inputs.get(name) != digest
+    ]
+    if changed:
+        told = "\n".join(changed)
+        raise UserError(f"{run.path}: {told}\nput back what was there, or give another directory")
     write_atomic(path, text)
-    write_json(run.path / "data.json", data)
+    write_json(run.path / "inputs.json", inputs)
 
 
 def _difference(before: str, after: str) -> str:
@@ -352,9 +356,12 @@ def _difference(before: str, after: str) -> str:
     return "\n".join(lines)
 
 
-def _link_best(run: RunDirectory, best: dict[str, Any]) -> None:
-    if best["adapter"]:
+def _link_best(run: RunDirectory, best: dict[str, Any], console: Console) -> None:
+    target = run.path / "best"
+    if target.exists() and not target.is_symlink():
+        say(console, f"note: {target} is not the link of an earlier run, and is left as it is")
+    elif best["adapter"]:
         link = run.path / ".best.tmp"
         link.unlink(missing_ok=True)
         link.symlink_to(best["adapter"], target_is_directory=True)
-        os.replace(link, run.path / "best")
+        os.replace(link, target)

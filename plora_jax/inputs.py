@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from plora_jax.config import Sweep
@@ -37,15 +37,6 @@ def file_digest(path: Path) -> str:
             file.seek((size - BLOCK) * (i + 1) // BLOCKS)
             sha.update(file.read(BLOCK))
     return f"{size} bytes, {sha.hexdigest()[:16]}"
-
-
-def changes(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Say, one line a name, what differs between the digests of a run's start and today's."""
-    return [
-        f"{name}: then {then.get(name, 'absent')}, now {now.get(name, 'absent')}"
-        for name in sorted(then.keys() | now.keys())
-        if then.get(name) != now.get(name)
-    ]
 
 
 def _model_files(name: str) -> list[Path]:

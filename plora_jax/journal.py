@@ -19,6 +19,7 @@ from typing import IO, Any
 import planner
 from plora_jax.early_stop import Point
 from plora_jax.faults import fault
+from plora_jax.rundir import naming
 
 MAX_ATTEMPTS = 3  # times a pack is begun and lost before its jobs are given up
 BASE, TEST = (
@@ -221,9 +222,10 @@ class Journal:
             made = [{"kind": kind, "time": now, **fields} for kind, fields in lines]
             fault("journal")
             data = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in made).encode()
-            if self._file.write(data) < len(data):  # the half line is cut by whoever appends next
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
-            os.fsync(self._file.fileno())
+            with naming(self.path):
+                if self._file.write(data) < len(data):  # the half line is cut by whoever appends next
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.fsync(self._file.fileno())
             self._read_to += len(data)
             for line in made:
                 self.state.apply(line)

@@ -337,6 +337,8 @@ class PackRun:
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     def _save(self) -> None:
+        for log in (*self.metrics.values(), *self.evals.values()):
+            log.flush()  # a checkpoint counts the lines before it
         arrays, meta = self.trainer.snapshot()
         meta |= {"held": [asdict(held) if held else None for held in self.held]}
         self.checkpoints.save(self.trainer.micro_step, arrays, meta)

@@ -27,6 +27,7 @@ from plora_jax.faults import fault
 from plora_jax.jobs import JOB_FIELDS, LINEAR, Job
 from plora_jax.model_card import model_card
 from plora_jax.models.config import ModelConfig
+from plora_jax.rundir import flush
 
 MAX_RANK = JOB_FIELDS["rank"].metadata["high"]
 CONFIG, WEIGHTS, CARD = "adapter_config.json", "adapter_model.safetensors", "README.md"
@@ -107,7 +108,7 @@ def export_adapter(
     shutil.copymode(ready / CONFIG, ready / WEIGHTS)  # safetensors makes files that only their owner can read
     (ready / CARD).write_text(model_card(base_name, job, max_rank(config, job)))
     for file in ready.iterdir():
-        _sync(file)
+        flush(file)
     fault("export-rename")
     replace_directory(ready, target)
     return target
@@ -251,7 +252,7 @@ def replace_directory(ready: Path, target: Path) -> None:
     if target.exists():
         target.rename(old)
     ready.rename(target)
-    _sync(target.parent)
+    flush(target.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -379,11 +380,3 @@ def _disjoint(patterns: Mapping[str, Any], values: Mapping[str, Any], default: f
 
 def _plain(value: float) -> float | int:
     return int(value) if float(value).is_integer() else value
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,5 +1,7 @@
 """The run directory: who may write it, and how its files appear whole or not at all."""
 
+import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -22,13 +24,38 @@ def write_atomic(path: Path, text: str, *, sync: bool = True) -> None:
         path.write_text(text, encoding="utf-8")
         return
     temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        if sync:
-            os.fsync(file.fileno())
-    fault(path.name)
-    temporary.replace(path)
+    with naming(path):
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            if sync:
+                flush(temporary)
+            fault(path.name)
+            temporary.replace(path)
+            if sync:
+                flush(path.parent)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+
+
+def flush(path: Path) -> None:
+    """Wait until a file's content, or a directory's names, are on the disk and outlive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give the errors of the operating system in a block the name of the file that a person knows."""
+    try:
+        yield
+    except OSError as err:
+        err.filename, err.filename2 = str(path), None
+        raise
 
 
 def write_json(path: Path, value: Any, *, sync: bool = True) -> None:
@@ -74,10 +101,18 @@ class JsonLines:
 
     def append(self, value: dict[str, Any]) -> None:
         """Append one object as one line, in a single write."""
-        self._file.write(json.dumps(_finite(value), ensure_ascii=False).encode() + b"\n")
+        line = json.dumps(_finite(value), ensure_ascii=False).encode() + b"\n"
+        with naming(Path(self._file.name)):
+            if self._file.write(line) < len(line):  # the half line is cut by whoever opens the file next
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def flush(self) -> None:
+        """Wait until all lines are on the disk."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, with all lines on the disk."""
+        self.flush()
         self._file.close()
 
 
