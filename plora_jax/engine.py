@@ -293,7 +293,8 @@ def _finish(run: RunDirectory, journal: Journal, sweep: Sweep, console: Console,
     for job_id in state.withdrawn - seen:
         job = Job.from_dict(state.jobs[job_id])
         results.append(Result(job, "stopped", None, 0, 0, "withdrawn before it began"))
-    metric, base, test = sweep.data.metric, run.read_json("base.json"), run.read_json("test.json")
+    metric, test = sweep.data.metric, run.read_json("test.json")
+    base = run.read_json("base.json") or {"score": math.nan, "loss": math.nan, "rows": 0, "tokens": 0}
     rows = rank(results, metric)
     failed = sum(row["status"] == "failed" for row in rows)
     write_leaderboard(run, metric, Score(**base), rows, test)
