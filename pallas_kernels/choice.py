@@ -151,12 +151,13 @@ class _Hopper(NamedTuple):
         def config(site):
             return config_for("forward", x.shape[-1], site.d_out, self.device)
 
-        return hopper.forward(x, mask, sites, config=config)
+        # a function of its own: layers that are written out one by one call it, and it is lowered once
+        return jax.jit(functools.partial(hopper.forward, config=config))(x, mask, sites)
 
     def backward(self, x, mask, sites, us, dys):
         depth = sum(site.d_out for site in sites)
         config = config_for("backward", depth, x.shape[-1], self.device)
-        return hopper.backward(x, mask, sites, us, dys, config=config)
+        return jax.jit(functools.partial(hopper.backward, config=config))(x, mask, sites, us, dys)
 
 
 def implementation(x, sites: tuple[Site, ...]):

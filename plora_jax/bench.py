@@ -240,11 +240,15 @@ def _cache_on_disk() -> Iterator[None]:
     """Keep compiled programs in an empty directory meanwhile, so that cold is cold and cached is cached."""
     from jax.experimental.compilation_cache import compilation_cache
 
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = {name: getattr(jax.config, name) for name in names}
     with tempfile.TemporaryDirectory() as folder:
+        settings = {
+            "jax_compilation_cache_dir": folder,
+            "jax_persistent_cache_min_compile_time_secs": 0.0,
+            "jax_enable_compilation_cache": True,
+        }
+        before = {name: getattr(jax.config, name) for name in settings}
         try:
-            for name, value in zip(names, (folder, 0.0), strict=True):
+            for name, value in settings.items():
                 jax.config.update(name, value)
             compilation_cache.reset_cache()
             yield

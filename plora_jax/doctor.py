@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import platform
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
+from plora_jax.compiled import programs_dir
 from plora_jax.hub import hub_host, why_unreachable
 from plora_jax.machine import cores, gpus, memory_bytes
 
@@ -47,7 +49,7 @@ def doctor(model: str | None = None) -> int:
     from plora_jax.models.describe import describe
 
     described = describe(model) if model else ""  # a model that cannot be used is told before all else
-    findings = [*packages(), machine(), driver(), *accelerator(), hub(), disk()]
+    findings = [*packages(), machine(), driver(), *accelerator(), hub(), disk(), programs()]
     marks = {"ok": "ok  ", "note": "note", "bad": "BAD "}
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
@@ -130,6 +132,19 @@ def hub() -> Finding:
     if reason := why_unreachable():
         return Finding("hub", "note", f"{reason}; models and data come from this machine alone")
     return Finding("hub", "ok", f"{hub_host()[0]} answers")
+
+
+def programs() -> Finding:
+    """Report where compiled programs are kept, and how much they take."""
+    folder = programs_dir()
+    if own := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return Finding(
+            "programs", "ok", f"compiled ones are kept where $JAX_COMPILATION_CACHE_DIR says: {own}"
+        )
+    size = sum(path.stat().st_size for path in folder.glob("*") if path.is_file()) / 2**20
+    return Finding(
+        "programs", "ok", f"compiled ones are kept in {folder} ({size:.0f} MiB); $PLORA_CACHE moves it"
+    )
 
 
 def disk() -> Finding:

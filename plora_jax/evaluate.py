@@ -24,6 +24,7 @@ from plora_jax.adapters import (
     stack_scales,
 )
 from plora_jax.answers import Questions, make_answer, make_questions, parse_answer
+from plora_jax.compiled import keep_programs
 from plora_jax.config import METRICS, DataConfig
 from plora_jax.data.choices import Choices, accuracy, make_choices
 from plora_jax.data.encode import read_examples
@@ -354,6 +355,7 @@ def eval_command(
     for directory in adapters:
         adapter, fields = import_adapter(directory, config)
         loaded.append((replace(Job(), **fields), adapter))
+    keep_programs()
     base = load_base(model)
     scores = Scorer(base, runtime_for(base)).score(loaded, evals)
     names = [None, *map(str, adapters)]

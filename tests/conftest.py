@@ -6,6 +6,8 @@ from hypothesis import settings
 
 # Interpreted GPU kernels block one CPU worker per simulated warpgroup: with a pool of two cores they would deadlock.
 os.environ.setdefault("NPROC", "16")
+# No test leaves compiled programs in the user's cache or finds some there; test_compiled.py has its own directory.
+os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
 
 # The same examples in every run, so that an unlucky draw fails nobody's change. To look for new failures at random:
 # PLORA_EXAMPLES=300 pytest tests/planner (300 examples a property there; elsewhere each test's own number).

@@ -1,0 +1,69 @@
+"""Programs are kept on disk by version, found again, and can be made before they are needed."""
+
+from importlib.metadata import version
+
+import jax
+import numpy as np
+import pytest
+
+from plora_jax import compiled
+from plora_jax.bench import random_batch
+from plora_jax.jobs import Job
+from plora_jax.models.decoder import Runtime
+from plora_jax.models.load import load_base
+from plora_jax.step import init_pack, make_train_step, pack_spec
+from tests import tiny
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """Keep programs in an empty directory, and put JAX's settings back."""
+    from jax.experimental.compilation_cache import compilation_cache
+
+    names = (
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_enable_compilation_cache",
+    )
+    before = {name: getattr(jax.config, name) for name in names}
+    monkeypatch.setenv("PLORA_CACHE", str(tmp_path / "cache"))
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
+    yield tmp_path / "cache"
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def test_a_step_compiled_ahead_is_found_by_the_pack(cache, tmp_path):
+    folder = compiled.keep_programs()
+    assert folder is not None and folder.parent == cache / "programs"
+    assert f"jax-{version('jax')}_jaxlib-{version('jaxlib')}" in folder.name
+    base = load_base(
+        str(tiny.write_model(tmp_path / "model", num_hidden_layers=1)), random_weights=True, precision="fp32"
+    )
+    job, runtime = Job(rank=3, batch_size=2), Runtime(segments=False)
+    spec = pack_spec(base.config, [job], m=2)
+    assert compiled.compile_ahead(base, spec, runtime, 2, [(8, 8)]) is None  # not beside a step on the CPU
+    compiled.compile_all(base, spec, runtime, 2, [(8, 8)])
+    assert any(path.name.startswith("jit_step") for path in folder.iterdir())
+
+    found: list[str] = []
+    jax.monitoring.register_event_listener(lambda name, **_: found.append(name))
+    state = init_pack(base, [job], total_steps=[3], spec=spec)
+    jax.clear_caches()
+    found.clear()
+    batch = random_batch(64, 1, 2, 8)
+    _, metrics = make_train_step(base, spec, runtime)(state, base.params, batch)
+    assert np.isfinite(metrics.loss).all()
+    assert "/jax/compilation_cache/cache_hits" in found and "/jax/compilation_cache/cache_misses" not in found
+
+
+def test_jax_settings_of_the_user_win(cache, monkeypatch, tmp_path):
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "own"))
+    assert compiled.keep_programs() is None and jax.config.jax_compilation_cache_dir == str(tmp_path / "own")
+    jax.config.update("jax_compilation_cache_dir", None)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PLORA_CACHE", str(tmp_path / "file"))  # no directory can be made there
+    assert compiled.keep_programs() is None and jax.config.jax_compilation_cache_dir is None
