@@ -44,10 +44,9 @@ def switches() -> list[dict[str, Any]]:
 
     return [
         case("unrolled", runtime=deep, ceiling=True, parts=True),
+        case("unrolled, fused kernel", runtime=deep, kernels="auto", parts=True),
         case("scanned", parts=True),
         case("unrolled, no Triton products", runtime=deep, options=CUBLAS, parts=True),
-        case("unrolled, fused kernel", runtime=deep, kernels="auto", parts=True),
-        case("four layers a turn", runtime={"unroll": 4}),
         case("unrolled, gradients summed", runtime=deep, accumulate=True),
         case("unrolled, nothing recomputed", runtime=deep, recompute="none"),
         case("unrolled, head in chunks of 4096", runtime=deep, head_chunk=4096),

@@ -1,8 +1,9 @@
 """Fit the memory and the time model to measured points, and judge both on points that were held out.
 
 Memory points come from `compiled.memory_analysis()` of the real step: {"model": {…ModelShape…}, "precision",
-"attention", "degree", "J", "m", "S", "rank_bucket", "policy", "optimizer", "bytes"}. Time points from
-profiles of one model, degree, policy and precision: {"J", "m", "S", "rank_bucket", "seconds"}.
+"attention", "degree", "J", "m", "S", "rank_bucket", "policy", "optimizer", "accumulate" (true if absent),
+"bytes"}. Time points from profiles of one model, degree, policy and precision: {"J", "m", "S", "rank_bucket",
+"seconds"}.
 """
 
 import json
@@ -71,6 +72,7 @@ def read_memory_points(path: str | Path) -> list[MemoryPoint]:
                     row["rank_bucket"],
                     row["policy"],
                     row["optimizer"],
+                    accumulate=row.get("accumulate", True),
                 ),
                 row["precision"],
                 row["attention"],

@@ -26,6 +26,7 @@ class StepShape:
     policy: str
     optimizer: str = "adamw"
     targets: frozenset[str] | None = None
+    accumulate: bool = True  # False: every batch ends with its micro-step, and no sum of gradients is kept
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def memory_terms(
     states = OPTIMIZER_STATES[step.optimizer]
     # fp32: parameter, optimizer states, running sum of gradients, this micro-step's gradient; one compute
     # copy
-    adapter_bytes = 4.0 * (1 + states + 2) + (compute if compute < 4 else 0.0)
+    adapter_bytes = 4.0 * (1 + states + 1 + step.accumulate) + (compute if compute < 4 else 0.0)
     embedding = shape.n_params - shape.linear_params
     weights = shape.linear_params * PRECISION_BYTES[precision] + embedding * compute
     gathered = 0.0 if step.degree == 1 else 2 * shape.linear_params / shape.n_layers * compute

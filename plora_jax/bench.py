@@ -120,7 +120,7 @@ def measure_step(
     precision = "fp32" if chosen.dtype == jnp.float32 else "bf16"
 
     def predict(runtime: Runtime) -> float:
-        shape = StepShape(1, jobs, m, length, spec.rank, runtime.recompute)
+        shape = StepShape(1, jobs, m, length, spec.rank, runtime.recompute, accumulate=accumulate)
         model = MemoryModel(margin=0.0)
         return step_memory(model_shape(config, base.name), shape, precision, model, runtime.attention)
 

@@ -24,6 +24,10 @@ FITTED = (
     (8, 0.5, 64),
     (2, 0.25, 16),
     (16, 0.25, 32),
+    (8, 1.0, 16),
+    (1, 0.25, 64),
+    (4, 0.5, 32),
+    (12, 0.5, 16),
 )
 HELD_OUT = ((2, 1.0, 32), (6, 0.5, 16), (12, 0.25, 64), (3, 1.0, 16))
 
@@ -64,7 +68,8 @@ def fit_cost_model(
     def memories(results: list[dict[str, Any]]) -> list[MemoryPoint]:
         out = []
         for r in results:
-            step = planner.StepShape(1, r["jobs"], r["m"], r["length"], r["rank_bucket"], r["recompute"])
+            sizes = (r["jobs"], r["m"], r["length"], r["rank_bucket"])
+            step = planner.StepShape(1, *sizes, r["recompute"], accumulate=r["accumulate"])
             out.append(MemoryPoint(shape, step, r["precision"], r["attention"], r["total_bytes"]))
         return out
 

@@ -67,7 +67,7 @@ def point(result: dict[str, Any]) -> dict[str, Any]:
         "degree": 1,
         "optimizer": "adamw",
         "bytes": result["total_bytes"],
-        **{name: result[name] for name in ("precision", "attention")},
+        **{name: result[name] for name in ("precision", "attention", "accumulate")},
         **{ours: result[theirs] for ours, theirs in names.items()},
     }
 

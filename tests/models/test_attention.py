@@ -133,9 +133,19 @@ def test_cudnn_agrees_with_xla_forward_and_backward(S, config, segments, jobs):
         gradients("cudnn", jnp.bfloat16),
     )
     wrong = {}
-    names = ("loss", "out", "dq", "dk", "dv")
-    for name, want, near, got in zip(names, *map(jax.tree.leaves, (exact, rounded, ours)), strict=True):
+    for name, want, near, got in zip(
+        ("loss", "out", "dq", "dk", "dv"), *map(jax.tree.leaves, (exact, rounded, ours)), strict=True
+    ):
         want, near, got = (np.asarray(t, np.float64) for t in (want, near, got))
+        if name == "loss":
+            losses = got
+            continue
+        if name == "out":
+            # A sum whose terms cancel may be off by more than another rounding's error for no reason but chance (in 1
+            # to 7 of 100 draws here), so the loss is held against the outputs, and these against the exact ones.
+            terms = np.sin(3 * got) * np.asarray(weight)
+            size = np.abs(terms).sum((1, 2, 3, 4))
+            assert (np.abs(losses - terms.sum((1, 2, 3, 4))) < 1e-5 * size).all()
         noise = np.linalg.norm(near - want) / np.linalg.norm(want)
         error = np.linalg.norm(got - want) / np.linalg.norm(want)
         if not error < 3 * noise + 1e-3:
