@@ -22,6 +22,8 @@ from plora_jax.models.config import ModelConfig
 from plora_jax.rundir import write_atomic
 from plora_jax.sizes import Size, data_size, token_counter
 
+CHECKPOINTS = 3  # of a pack on disk at once: the last two, and the one being written
+
 
 def model_shape(config: ModelConfig, name: str) -> planner.ModelShape:
     """Describe a model to the planner."""
@@ -205,8 +207,16 @@ def solve(problem: Problem, cost_model: planner.CostModel | None = None) -> plan
 
 
 def disk_bytes(config: ModelConfig, plan: planner.Plan) -> int:
-    """Return what a run needs on disk: every adapter in float32; the base is never written."""
-    return sum(4 * config.lora_params(job["rank"]) for job in plan.jobs.values())
+    """Return what a run needs on disk: every adapter in float32, and the checkpoints of the packs that run at once.
+
+    The base is never written. A checkpoint holds weights, gradients and two moments of every slot at its rank bucket.
+    """
+    adapters = sum(4 * config.lora_params(job["rank"]) for job in plan.jobs.values())
+    states: dict[tuple[int, ...], int] = {}  # the largest pack of each device group
+    for pack in plan.packs:
+        state = sum(16 * config.lora_params(bucket) for bucket in pack.slots)
+        states[pack.devices] = max(state, states.get(pack.devices, 0))
+    return adapters + CHECKPOINTS * sum(states.values())
 
 
 def check_disk(out: Path, needed: int) -> None:

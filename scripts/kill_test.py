@@ -74,7 +74,7 @@ class Trial:
     different: list[str] = field(default_factory=list)
 
 
-def write_sweep(root: Path, variant: str, steps: int) -> Path:
+def write_sweep(root: Path, variant: str, steps: int, **train: Any) -> Path:
     """Write model, data and a sweep of sixteen jobs: three of `steps` optimizer steps, the others of a sixth."""
     jobs = [
         {
@@ -95,7 +95,7 @@ def write_sweep(root: Path, variant: str, steps: int) -> Path:
     return tiny.write_sweep(
         folder,
         search={"jobs": jobs},
-        train={"dropout": 0.1, "keep": "best"},
+        train={"dropout": 0.1, "keep": "best", **train},
         eval={"every_steps": max(1, steps // 10)},
         early_stop={"method": variant} if variant != "none" else None,
     )

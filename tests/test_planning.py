@@ -175,13 +175,16 @@ def test_a_gpu_is_planned_as_its_kind_with_its_own_memory(name: str, mib: int, k
     assert (spec.name, spec.memory_bytes) == (known, mib * 2**20)
 
 
-def test_disk_need_is_every_adapter(tmp_path: Path) -> None:
+def test_disk_need_is_every_adapter_and_three_checkpoints(tmp_path: Path) -> None:
     """By hand: 2 layers × r × Σ(in + out) of q 16+16, k and v 16+8, o 16+16, gate and up 16+32, down 32+16."""
     sweep = load_sweep(write_sweep(tmp_path))
     plan = planned(sweep)
     per_rank = 2 * (32 + 24 + 24 + 32 + 48 + 48 + 48)
     needed = disk_bytes(load_config(sweep.model), plan)
-    assert needed == 4 * per_rank * (4 + 4 + 8 + 8)
+    (pack,) = plan.packs
+    assert pack.slots == (8, 8, 8, 8)
+    state = (4 + 4 + 4 + 4) * per_rank * (8 + 8 + 8 + 8)  # float32: weights, gradients, two moments
+    assert needed == 4 * per_rank * (4 + 4 + 8 + 8) + 3 * state
     check_disk(tmp_path / "new" / "run", needed)
     with pytest.raises(UserError, match=r"the run needs 1000000\.0 GB on disk"):
         check_disk(tmp_path / "new" / "run", 10**15)

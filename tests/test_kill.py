@@ -1,0 +1,54 @@
+"""The short form of scripts/kill_test.py: two workers, kill -9 at random moments and at fault points, the same bits."""
+
+import pytest
+
+from scripts.kill_test import differences, kill_at_points, kill_at_random, results, undisturbed, write_sweep
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """Give a sweep, a compilation cache, what the sweep comes to, and how long it trains."""
+    root = tmp_path_factory.mktemp("kill")
+    sweep = write_sweep(root, "none", 90, targets=["q_proj"])
+    return sweep, root / "cache", *undisturbed(sweep, root / "want", root / "cache")
+
+
+@pytest.mark.slow
+def test_kills_at_random_moments_change_no_bit(killed, tmp_path):
+    sweep, cache, want, train_s = killed
+    trial = kill_at_random(sweep, tmp_path / "run", cache, want, seed=5, kills=2, train_s=train_s)
+    assert trial.kills and trial.different == [], trial
+
+
+@pytest.mark.slow
+def test_kills_at_fault_points_change_no_bit(killed, tmp_path):
+    sweep, cache, want, _ = killed
+    points = ["checkpoint:1", "export-rename:2", "leaderboard.json:1"]
+    trial = kill_at_points(sweep, tmp_path / "run", cache, want, seed=0, points=points)
+    assert sorted(kill.who for kill in trial.kills) == points and trial.starts == 2, trial
+    assert trial.different == [], trial
+
+
+def test_the_comparison_sees_every_file(tmp_path):
+    (tmp_path / "jobs/a/adapter").mkdir(parents=True)
+    (tmp_path / "best").symlink_to("jobs/a/adapter")
+    (tmp_path / "jobs/a/adapter/adapter_model.safetensors").write_bytes(b"weights")
+    (tmp_path / "jobs/a/evals.jsonl").write_text('{"step": 1, "time": 5}\n')
+    (tmp_path / "jobs/a/metrics.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / "leaderboard.json").write_text("{}")
+    want = results(tmp_path)
+    (tmp_path / "jobs/a/evals.jsonl").write_text('{"step": 1, "time": 6}\n')
+    assert differences(want, results(tmp_path)) == []
+    for name, content in (
+        ("jobs/a/adapter/adapter_model.safetensors", b"Weights"),
+        ("jobs/a/evals.jsonl", b'{"step": 2, "time": 6}\n'),
+        ("jobs/a/metrics.jsonl", b'{"step": 1}\n{"step": 2}\n'),
+        ("jobs/a/job.json", b"{}"),
+        ("leaderboard.json", b"{ }"),
+    ):
+        before = (tmp_path / name).read_bytes() if (tmp_path / name).exists() else None
+        (tmp_path / name).write_bytes(content)
+        assert differences(want, results(tmp_path)) == [name]
+        (tmp_path / name).write_bytes(before) if before is not None else (tmp_path / name).unlink()
+    (tmp_path / "leaderboard.json").unlink()
+    assert differences(want, results(tmp_path)) == ["leaderboard.json"]
