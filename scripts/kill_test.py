@@ -306,11 +306,16 @@ def _to_the_end(one: Sweep, trial: Trial, code: int | None, faults: str = "") ->
         code = None
 
 
-def draw_points(choose: random.Random, due: dict[str, int], together: int) -> list[str]:
-    """Take up to `together` fault points, those that are due most often first, each at a drawn count."""
+def draw_points(choose: random.Random, due: dict[str, int]) -> list[str]:
+    """Take two fault points of the workers and one of the driver, those that are due most often first.
+
+    Two, because a pack that is lost three times between two checkpoints is given up.
+    """
     names = [name for name in due if due[name] > 0]
     names.sort(key=lambda name: (-due[name], choose.random()))
-    return [f"{name}:{choose.randint(1, POINTS[name])}" for name in names[:together]]
+    drivers = [name for name in names if name.startswith("leaderboard")]
+    workers = [name for name in names if name not in drivers]
+    return [f"{name}:{choose.randint(1, POINTS[name])}" for name in (*workers[:2], *drivers[:1])]
 
 
 def table(trials: list[Trial]) -> str:
@@ -382,7 +387,7 @@ def main() -> int:
     due = dict.fromkeys(POINTS, args.points)
     while any(count > 0 for count in due.values()):
         seed, variant = seed + 1, variants[seed % len(variants)]
-        run, points = root / variant / str(seed), draw_points(choose, due, 2)
+        run, points = root / variant / str(seed), draw_points(choose, due)
         trial = kill_at_points(
             root / variant / "sweep.yaml", run, root / "cache", want[variant], seed=seed, points=points
         )
