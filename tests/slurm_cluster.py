@@ -2,10 +2,11 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "scancel", "squeue")
@@ -89,3 +90,21 @@ def idle(env: dict[str, str]) -> int:
     """Count the nodes that wait for jobs."""
     done = subprocess.run(["sinfo", "-h", "-N", "-t", "idle"], env=env, capture_output=True, text=True)
     return len(done.stdout.splitlines())
+
+
+def lose_node(daemons: dict[str, int], node: str) -> None:
+    """Kill a node's daemon, those of its jobs, and all that they run, as a power cut would."""
+    doomed = {daemons[node]}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            mine = f"SLURMD_NODENAME={node}".encode() in (folder / "environ").read_bytes().split(b"\0")
+            conf = os.environ["SLURM_CONF"].encode() in (folder / "environ").read_bytes()
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if mine and conf:
+                step = Path(f"/proc/{parent}/comm").read_text().strip() == "slurmstepd"
+                doomed |= {int(folder.name), *([parent] if step else [])}
+        except OSError:  # it has ended
+            continue
+    for pid in doomed:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

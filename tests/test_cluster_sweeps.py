@@ -1,8 +1,6 @@
 """Whole sweeps on clusters that lose a node: complete, and equal to the last bit to those of an undisturbed cluster."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +9,9 @@ from typing import Any
 import pytest
 
 from tests import tiny
-from tests.slurm_cluster import missing, slurm_cluster
-from tests.test_process import gone, wait_for
+from tests.ray_cluster import ray_cluster
+from tests.slurm_cluster import lose_node, missing, slurm_cluster
+from tests.test_process import wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 ROOT = Path(__file__).parent.parent
@@ -48,7 +47,9 @@ def start(sweep: Path, out: Path, *options: str) -> subprocess.Popen[bytes]:
     """Start a driver as a process of its own; what it prints goes beside the run directory."""
     command = [sys.executable, "-m", "plora_jax", "sweep", sweep, "--out", out, "--checkpoint-every", "5"]
     with open(out.with_suffix(".log"), "ab") as log:
-        return subprocess.Popen([*command, *options], stdout=log, stderr=log, cwd=ROOT)
+        return subprocess.Popen(
+            [*command, *options], stdout=log, stderr=log, cwd=ROOT
+        )  # where the package is
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -80,24 +81,14 @@ def same(one: Path, other: Path) -> None:
 
 def test_a_ray_cluster_loses_one_of_three_nodes(sweep, tmp_path):
     pytest.importorskip("ray")
-    from ray.cluster_utils import Cluster
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_raylet_start_wait_time_s", "120")
-        patch.setenv("PYTHONPATH", str(ROOT))
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-        try:
-            nodes = [cluster.add_node(num_cpus=1) for _ in range(3)]
-            options = ("--launcher", "ray", "--workers", "3", "--ray-address", cluster.address)
-            quiet, shaken = tmp_path / "quiet", tmp_path / "shaken"
-            assert start(sweep, quiet, *options).wait() == 0
-            driver = start(sweep, shaken, *options)
-            before = {worker: wait_for(lambda w=worker: training(shaken, w, 100), 600) for worker in "012"}
-            cluster.remove_node(nodes[1], allow_graceful=False)
-            assert driver.wait() == 0
-        finally:
-            cluster.shutdown()
+    with ray_cluster(1, 1, 1) as (cluster, nodes):
+        options = ("--launcher", "ray", "--workers", "3", "--ray-address", cluster.address)
+        quiet, shaken = tmp_path / "quiet", tmp_path / "shaken"
+        assert start(sweep, quiet, *options).wait() == 0
+        driver = start(sweep, shaken, *options)
+        before = {worker: wait_for(lambda w=worker: training(shaken, w, 100), 600) for worker in "012"}
+        cluster.remove_node(nodes[1], allow_graceful=False)
+        assert driver.wait() == 0
     [lost] = [line for line in lines(shaken / "events.jsonl") if line["event"] == "worker_lost"]
     assert lost["cause"].startswith("lost with its node")
     claims = [line["pack"] for line in lines(shaken / "journal.jsonl") if line["kind"] == "claim"]
@@ -108,21 +99,17 @@ def test_a_ray_cluster_loses_one_of_three_nodes(sweep, tmp_path):
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
 def test_a_slurm_cluster_loses_a_node_and_then_its_driver(sweep, tmp_path, tmp_path_factory):
-    with slurm_cluster(tmp_path_factory.mktemp("slurm")) as daemons, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
+    with slurm_cluster(tmp_path_factory.mktemp("slurm")) as daemons:
         options = ("--launcher", "slurm", "--workers", "3", "--slurm=--time=30 --cpus-per-task=1")
         quiet, shaken = tmp_path / "quiet", tmp_path / "shaken"
         assert start(sweep, quiet, *options).wait() == 0
         driver = start(sweep, shaken, *options)
         for worker in "012":
             wait_for(lambda w=worker: training(shaken, w, 100), 600)
-        os.kill(daemons["n2"], signal.SIGKILL)
-        on_n2 = subprocess.run(["pgrep", "-f", "slurmstepd.*n2|/spool-n2/"], capture_output=True, text=True)
-        for pid in map(int, on_n2.stdout.split()):
-            os.kill(pid, signal.SIGKILL)
+        lose_node(daemons, "n2")
         driver.kill()
+        driver.wait()
         wait_for(
             lambda: (shaken / "leaderboard.json").exists(), 1800
         )  # written by the job that waits for the others
-        assert gone(driver.pid)
     same(quiet, shaken)

@@ -17,6 +17,7 @@ from plora_jax.launch import Restarts  # noqa: E402
 from plora_jax.launch_ray import not_shared, ray_pool, ray_site  # noqa: E402
 from plora_jax.rundir import open_run  # noqa: E402
 from plora_jax.site import LaunchOptions, find_site  # noqa: E402
+from tests.ray_cluster import ray_cluster  # noqa: E402
 from tests.test_launch import pids  # noqa: E402
 from tests.test_process import STANDIN, gone, status, wait_for  # noqa: E402
 
@@ -24,16 +25,9 @@ from tests.test_process import STANDIN, gone, status, wait_for  # noqa: E402
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """A head without CPUs, and two nodes of two CPUs each."""
-    from ray.cluster_utils import Cluster
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_raylet_start_wait_time_s", "120")  # machines that run tests are busy
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-        cluster.two = [cluster.add_node(num_cpus=2) for _ in range(2)]
+    with ray_cluster(2, 2) as (cluster, cluster_nodes):
+        cluster.two = cluster_nodes
         yield cluster
-        ray.shutdown()
-        cluster.shutdown()
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from plora_jax.launch import Ended
 from plora_jax.launch_slurm import SlurmArray, SlurmError, _code, _expand, slurm, task_group
 from plora_jax.process import Group
 from plora_jax.site import LaunchOptions, find_site
-from tests.slurm_cluster import missing, slurm_cluster
+from tests.slurm_cluster import lose_node, missing, slurm_cluster
 from tests.test_launch import pids
 from tests.test_process import STANDIN, gone, status, wait_for
 
@@ -168,10 +168,7 @@ def test_a_lost_node(cluster, tmp_path):
     array = SlurmArray("--nodelist=n2", poll_s=1, module=STANDIN)
     array.start(tmp_path, [Group("0")])
     seen = status(tmp_path, "0")
-    stat = Path(f"/proc/{seen['ppid']}/stat").read_text()
-    step = int(stat.rpartition(")")[2].split()[1])  # the daemon of this job alone
-    for pid in (cluster["n2"], step, seen["ppid"]):
-        os.kill(pid, signal.SIGKILL)
+    lose_node(cluster, "n2")
     wait_for(lambda: gone(seen["pid"]), 10)
     [end] = wait_for(array.poll, 120)
     assert "put it back into the queue" in end.cause and not end.left
