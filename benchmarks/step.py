@@ -8,8 +8,8 @@
 
 The most important case comes first, a line is written as each ends, and a case that fails or hangs ends its worker
 process alone. `--seconds` bounds a call: what does not fit any more is left out and named. `--cases FILE` takes other
-cases: a JSON list of objects with the arguments of `plora_jax.bench.measure_step`, and `label`, `model`, `kernels`,
-`head_chunk`, or `peft`: true.
+cases: a JSON list of objects with the arguments of `plora_jax.bench.step.measure_step`, and `label`, `model`,
+`kernels`, `head_chunk`, or `peft`: true.
 """
 
 import argparse
@@ -137,7 +137,7 @@ def measure(case: dict[str, Any], held: dict[str, Any]) -> dict[str, Any]:
     """Run one case; `held` keeps the last model between cases."""
     from pallas_kernels import using
     from plora_jax import step
-    from plora_jax.bench import measure_step
+    from plora_jax.bench.step import measure_step
     from plora_jax.models.load import load_base
 
     if case.pop("crash", False):  # to see that the next case still runs
@@ -261,7 +261,7 @@ def settle(case: dict[str, Any], common: dict[str, Any]) -> dict[str, Any]:
 
 def compare(case: dict[str, Any], seconds: float) -> dict[str, Any]:
     """Time PEFT's step in a process of its own."""
-    from plora_jax.bench_peft import run_peft
+    from plora_jax.bench.peft import run_peft
 
     try:
         found = run_peft(case["model"], case["m"], case["length"], case["rank"], seconds=seconds)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from plora_jax.errors import UserError
 
 if TYPE_CHECKING:
-    from plora_jax.config import Sweep
+    from plora_jax.config.sweep import Sweep
     from plora_jax.jobs import Job
 
 
@@ -36,7 +36,7 @@ class _Parser(argparse.ArgumentParser):
         """Add the job fields to the help of commands that read a sweep."""
         if not self.prog.endswith((" plan", " sweep")):
             return super().format_help()
-        from plora_jax.space import field_lines
+        from plora_jax.config.space import field_lines
 
         title = "job fields of SWEEP.yaml, under search or train (docs/config.md has the rest):"
         return "\n  ".join([f"{super().format_help()}\n{title}", *field_lines()]) + "\n"
@@ -386,7 +386,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _sweep(args: argparse.Namespace) -> int:
     sweep, jobs = _read(args.sweep)
-    from plora_jax.engine import run_sweep
+    from plora_jax.engine.driver import run_sweep
 
     out = args.out or Path("runs") / args.sweep.stem
     launch = None
@@ -397,7 +397,7 @@ def _sweep(args: argparse.Namespace) -> int:
         if value is not None and args.launcher != needed:
             raise UserError(f"{flag} {value}: has no effect without --launcher {needed}")
     if args.launcher or args.workers:
-        from plora_jax.site import LaunchOptions
+        from plora_jax.launch.site import LaunchOptions
 
         launch = LaunchOptions(
             args.launcher or "local", args.workers, args.ray_address or "", args.slurm or ""
@@ -415,20 +415,20 @@ def _sweep(args: argparse.Namespace) -> int:
 
 
 def _add(args: argparse.Namespace) -> int:
-    from plora_jax.control import add_jobs
+    from plora_jax.engine.control import add_jobs
 
     return add_jobs(args.directory, args.jobs)
 
 
 def _stop(args: argparse.Namespace) -> int:
-    from plora_jax.control import stop_job
+    from plora_jax.engine.control import stop_job
 
     return stop_job(args.directory, args.job)
 
 
 def _read(path: Path) -> "tuple[Sweep, list[Job]]":
-    from plora_jax.config import load_sweep
-    from plora_jax.search import search_jobs
+    from plora_jax.config.sweep import load_sweep
+    from plora_jax.search.configurations import search_jobs
 
     sweep = load_sweep(path)
     return sweep, search_jobs(sweep, lambda text: print(f"note: {text}"))
@@ -440,7 +440,7 @@ def _eval(args: argparse.Namespace) -> int:
             raise UserError(
                 f"--adapter {adapter}: no adapter_config.json there; give a PEFT adapter directory"
             )
-    from plora_jax.evaluate import eval_command
+    from plora_jax.evaluation.scorer import eval_command
 
     return eval_command(
         args.model,
@@ -456,19 +456,19 @@ def _eval(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace) -> int:
     if args.serve:
-        from plora_jax.serve import serve
+        from plora_jax.report.serve import serve
 
         return serve(args.directory, args.host or "127.0.0.1", 8420 if args.port is None else args.port)
     if args.port is not None or args.host:
         raise UserError("--port and --host say where to serve; add --serve")
-    from plora_jax.report import write_report
+    from plora_jax.report.write import write_report
 
     print(f"report: {write_report(args.directory)}")
     return 0
 
 
 def _watch(args: argparse.Namespace) -> int:
-    from plora_jax.watch import watch
+    from plora_jax.report.watch import watch
 
     return watch(args.directory, args.once)
 
@@ -480,7 +480,7 @@ def _merge(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from plora_jax.bench import bench_step_command
+    from plora_jax.bench.step import bench_step_command
 
     return bench_step_command(
         args.model,
@@ -497,7 +497,7 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _profile(args: argparse.Namespace) -> int:
-    from plora_jax.profile import profile_command
+    from plora_jax.bench.profile import profile_command
 
     return profile_command(args.model, args.length, args.recompute, args.precision, args.json)
 

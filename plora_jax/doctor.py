@@ -11,9 +11,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
-from plora_jax.compiled import programs_dir
 from plora_jax.hub import hub_host, why_unreachable
 from plora_jax.machine import cores, gpus, memory_bytes
+from plora_jax.training.compiled import programs_dir
 
 PACKAGES = (
     "jax",

@@ -22,12 +22,12 @@ from safetensors.flax import load_file
 from safetensors.numpy import save_file
 
 from plora_jax.adapters import Adapter, Factors, alphas, match_pattern, max_rank, modules, ranks
+from plora_jax.engine.faults import fault
+from plora_jax.engine.rundir import flush
 from plora_jax.errors import UserError
-from plora_jax.faults import fault
 from plora_jax.jobs import JOB_FIELDS, LINEAR, Job
 from plora_jax.model_card import model_card
 from plora_jax.models.config import ModelConfig
-from plora_jax.rundir import flush
 
 MAX_RANK = JOB_FIELDS["rank"].metadata["high"]
 CONFIG, WEIGHTS, CARD = "adapter_config.json", "adapter_model.safetensors", "README.md"

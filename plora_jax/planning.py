@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 import planner
 from planner.devices import DEVICES
-from plora_jax.config import Sweep
+from plora_jax.config.sweep import Sweep
 from plora_jax.data.examples import Examples
 from plora_jax.data.layout import steps_per_epoch, total_steps
-from plora_jax.early_stop import EarlyStop, bracket_of
+from plora_jax.engine.rundir import write_atomic
 from plora_jax.errors import UserError
 from plora_jax.jobs import LINEAR, Job
 from plora_jax.machine import Gpu, cores, memory_bytes, visible_gpus
 from plora_jax.models.config import ModelConfig
-from plora_jax.rundir import write_atomic
+from plora_jax.search.early_stop import EarlyStop, bracket_of
 from plora_jax.sizes import Size, data_size, token_counter
 
 CHECKPOINTS = 3  # of a pack on disk at once: the last two, and the one being written
@@ -143,7 +143,7 @@ def sweep_problem(
 
     config = load_config(sweep.model)
     if any(job.init_adapter for job in jobs):
-        from plora_jax.task import start_adapters
+        from plora_jax.engine.task import start_adapters
 
         jobs, _ = start_adapters(sweep, config, jobs)
     rows, count, data = rows or sweep.data.rows, token_counter(sweep.model), sweep.data

@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from plora_jax.compiled import cache_dir
+from plora_jax.engine.rundir import write_atomic
 from plora_jax.errors import UserError
-from plora_jax.rundir import write_atomic
+from plora_jax.training.compiled import cache_dir
 
 MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 MODEL_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -151,9 +151,9 @@ def _unused(folder: Path) -> Path:
 
 def main(out: Path | None = None) -> int:
     """Run the quickstart's sweep into `out` (by default the next free runs/quickstart-N); return the exit code."""
-    from plora_jax.config import load_sweep
-    from plora_jax.engine import run_sweep
-    from plora_jax.search import search_jobs
+    from plora_jax.config.sweep import load_sweep
+    from plora_jax.engine.driver import run_sweep
+    from plora_jax.search.configurations import search_jobs
 
     model = fetch_model()
     task = cache_dir() / "quickstart"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from plora_jax.config import DataConfig, Sweep
+from plora_jax.config.sweep import DataConfig, Sweep
 from plora_jax.data.formats import Record, to_record
 from plora_jax.data.read import Faults, read_rows
 from plora_jax.errors import UserError

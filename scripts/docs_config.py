@@ -6,9 +6,10 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
-from plora_jax import config, space
+from plora_jax.config import space
+from plora_jax.config import sweep as config
+from plora_jax.config.schema import allowed
 from plora_jax.jobs import JOB_FIELDS
-from plora_jax.schema import allowed
 
 PAGE = Path(__file__).parent.parent / "docs" / "config.md"
 

@@ -17,11 +17,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from plora_jax.config import load_sweep, make_sweep
-from plora_jax.early_stop import EarlyStop, Point, Rule, make_rule
+from plora_jax.config.sweep import load_sweep, make_sweep
+from plora_jax.config.yamlfile import parse_yaml
+from plora_jax.engine.rundir import write_json
 from plora_jax.errors import UserError
-from plora_jax.rundir import write_json
-from plora_jax.yamlfile import parse_yaml
+from plora_jax.search.early_stop import EarlyStop, Point, Rule, make_rule
 
 RULES = [EarlyStop("none"), EarlyStop("median"), EarlyStop("plateau")]
 RULES += [EarlyStop(method, reduction_factor=eta) for method in ("asha", "halving") for eta in (2, 3, 4)]

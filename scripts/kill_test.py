@@ -5,8 +5,8 @@
 A tiny Llama with random weights is swept by two worker processes on the CPU: sixteen jobs in two packs, more jobs than
 slots, evaluations on the way, and with `asha` early stopping. Kills at random moments come from outside (SIGKILL to
 the driver or to a worker); kills at chosen points (while a checkpoint is written, an adapter exported, a line
-journaled) come from the process itself (plora_jax/faults.py). After the driver's death the same command with --resume
-goes on. Everything random follows from --seed.
+journaled) come from the process itself (plora_jax/engine/faults.py). After the driver's death the same command with
+--resume goes on. Everything random follows from --seed.
 """
 
 import argparse

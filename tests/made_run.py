@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from planner.plan import Assign, Pack, Plan
+from plora_jax.evaluation.leaderboard import rank_rows
+from plora_jax.evaluation.metrics import wilson
 from plora_jax.jobs import Job
-from plora_jax.leaderboard import rank_rows
-from plora_jax.metrics import wilson
 
 START = 1_796_000_000.0
 ROWS = 400  # held-out

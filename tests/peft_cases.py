@@ -8,11 +8,11 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from plora_jax.adapters import Adapter
-from plora_jax.batch import Batch
 from plora_jax.jobs import JOB_FIELDS, Job
 from plora_jax.models.decoder import Runtime
 from plora_jax.models.load import Base, load_base
-from plora_jax.step import (
+from plora_jax.training.batch import Batch
+from plora_jax.training.step import (
     PackState,
     empty_pack,
     fresh_slot,

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from plora_jax.answers import Answer, chat_ends, make_answer, make_questions, parse_answer
-from plora_jax.config import parse_sweep, resolved
+from plora_jax.config.sweep import parse_sweep, resolved
 from plora_jax.data.encode import read_examples
 from plora_jax.errors import UserError
-from plora_jax.metrics import UserMetric
+from plora_jax.evaluation.answers import Answer, chat_ends, make_answer, make_questions, parse_answer
+from plora_jax.evaluation.metrics import UserMetric
 from plora_jax.models.find import load_tokenizer, stop_ids
 from tests import tiny
 

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from plora_jax.yamlfile import dump_yaml
+from plora_jax.config.yamlfile import dump_yaml
 from tests.refusal import listing, one_message, run
 from tests.tiny import write_sweep
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from plora_jax.yamlfile import dump_yaml
+from plora_jax.config.yamlfile import dump_yaml
 from tests.refusal import refused, run
 from tests.tiny import CONFIG, ROWS, write_model, write_rows, write_sweep
 

@@ -5,17 +5,18 @@ import json
 import pytest
 
 from planner import CostModel, StepShape, step_memory
-from plora_jax import bench, profile
-from plora_jax.bench import measure_step
+from plora_jax.bench import profile
+from plora_jax.bench import step as bench
+from plora_jax.bench.step import measure_step
+from plora_jax.bench.trace import PARTS
 from plora_jax.cli import main
 from plora_jax.errors import UserError
 from plora_jax.jobs import Job
 from plora_jax.models.decoder import Runtime
 from plora_jax.models.load import load_base
 from plora_jax.planning import model_shape
-from plora_jax.recompute import cheapest, choices, needed_bytes
-from plora_jax.step import pack_spec
-from plora_jax.trace import PARTS
+from plora_jax.training.recompute import cheapest, choices, needed_bytes
+from plora_jax.training.step import pack_spec
 from tests import tiny
 
 

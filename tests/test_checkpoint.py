@@ -15,12 +15,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from plora_jax import faults
-from plora_jax.checkpoint import Checkpoints
+from plora_jax.engine import faults
+from plora_jax.engine.checkpoint import Checkpoints
 from plora_jax.errors import UserError
 from plora_jax.jobs import Job
 from plora_jax.models.config import config_from_hf
-from plora_jax.step import PackSpec, empty_pack, fresh_slot, make_load_slot
+from plora_jax.training.step import PackSpec, empty_pack, fresh_slot, make_load_slot
 from tests import tiny
 
 STATE = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "step": np.array([3, 4], np.int32)}
@@ -266,8 +266,8 @@ def test_full_disk_and_read_only_file_system(tmp_path):
 KILLER = """
 import os, sys
 import numpy as np
-from plora_jax import faults
-from plora_jax.checkpoint import Checkpoints
+from plora_jax.engine import faults
+from plora_jax.engine.checkpoint import Checkpoints
 
 def child(work):
     pid = os.fork()  # JAX's devices are not in use yet, so that a fork is a process like any other

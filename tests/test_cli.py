@@ -15,9 +15,9 @@ from xml.etree import ElementTree
 import pytest
 
 from plora_jax import cli, planning
-from plora_jax.config import load_sweep
+from plora_jax.config.sweep import load_sweep
 from plora_jax.jobs import JOB_FIELDS
-from plora_jax.search import search_jobs
+from plora_jax.search.configurations import search_jobs
 from tests.tiny import write_sweep, write_weights
 
 ROOT = Path(__file__).parent.parent

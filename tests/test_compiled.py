@@ -6,12 +6,12 @@ import jax
 import numpy as np
 import pytest
 
-from plora_jax import compiled
-from plora_jax.bench import random_batch
+from plora_jax.bench.step import random_batch
 from plora_jax.jobs import Job
 from plora_jax.models.decoder import Runtime
 from plora_jax.models.load import load_base
-from plora_jax.step import init_pack, make_train_step, pack_spec
+from plora_jax.training import compiled
+from plora_jax.training.step import init_pack, make_train_step, pack_spec
 from tests import tiny
 
 

@@ -9,11 +9,11 @@ import pytest
 import yaml
 
 from plora_jax.cli import _parser
-from plora_jax.config import parse_sweep
-from plora_jax.early_stop import EarlyStop, expected_fraction
+from plora_jax.config.sweep import parse_sweep
 from plora_jax.jobs import JOB_FIELDS
-from plora_jax.launch_slurm import WORKERS
-from plora_jax.search import search_jobs
+from plora_jax.launch.slurm import WORKERS
+from plora_jax.search.configurations import search_jobs
+from plora_jax.search.early_stop import EarlyStop, expected_fraction
 from scripts.docs_config import PAGE, page
 
 TEXT = PAGE.read_text(encoding="utf-8")

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from plora_jax.dropout import Dropout, dropout_mask
 from plora_jax.models import decoder
 from plora_jax.models.decoder import Runtime
-from plora_jax.step import empty_pack, fresh_slot, make_load_slot, make_train_step, pack_spec
+from plora_jax.training.dropout import Dropout, dropout_mask
+from plora_jax.training.step import empty_pack, fresh_slot, make_load_slot, make_train_step, pack_spec
 from tests.peft_cases import base_of, compile_fast, micro_batch
 from tests.test_equivalence import JOBS, relative, rows_of, start
 

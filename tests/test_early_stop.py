@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plora_jax.early_stop import (
+from plora_jax.search.early_stop import (
     EarlyStop,
     EvalConfig,
     Point,

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from plora_jax.cli import main as cli
-from plora_jax.config import make_sweep, resolved
-from plora_jax.early_stop import EarlyStop, Point, make_rule
+from plora_jax.config.sweep import make_sweep, resolved
 from plora_jax.errors import UserError
+from plora_jax.search.early_stop import EarlyStop, Point, make_rule
 from scripts.early_stop_sim import Recorded, compare, main, read_record, replay
 from tests import tiny
 

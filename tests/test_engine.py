@@ -11,16 +11,16 @@ from safetensors.numpy import save_file
 
 from plora_jax.adapters import scales
 from plora_jax.cli import main
-from plora_jax.config import load_sweep, parse_sweep, resolved
+from plora_jax.config.sweep import load_sweep, parse_sweep, resolved
 from plora_jax.data.encode import read_examples
-from plora_jax.engine import described
+from plora_jax.engine.driver import described
 from plora_jax.jobs import Job
 from plora_jax.models.config import config_from_hf
 from plora_jax.models.decoder import LoRA
 from plora_jax.models.load import load_base
 from plora_jax.models.table import checkpoint_table
 from plora_jax.peft import import_adapter
-from plora_jax.search import search_jobs
+from plora_jax.search.configurations import search_jobs
 from tests import tiny
 from tests.models.seeded import seeded
 from tests.page import parse

@@ -9,7 +9,7 @@ import numpy as np
 from plora_jax import adapters as lora
 from plora_jax.jobs import Job
 from plora_jax.models.decoder import Runtime
-from plora_jax.step import empty_pack, fresh_slot, make_load_slot, make_train_step, pack_spec
+from plora_jax.training.step import empty_pack, fresh_slot, make_load_slot, make_train_step, pack_spec
 from tests.goldens import peft_recipe as recipe
 from tests.peft_cases import Rows, base_of, compile_fast, micro_batch, run_pack
 

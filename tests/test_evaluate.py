@@ -12,11 +12,11 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from plora_jax.adapters import Factors, pad_adapter, ranks, scales, stack_adapters, stack_scales
-from plora_jax.answers import Answer, make_questions
 from plora_jax.cli import main
 from plora_jax.data.encode import read_examples
-from plora_jax.evaluate import Scorer, _eval_step, make_eval_set, runtime_for
-from plora_jax.generate import _program
+from plora_jax.evaluation.answers import Answer, make_questions
+from plora_jax.evaluation.generate import _program
+from plora_jax.evaluation.scorer import Scorer, _eval_step, make_eval_set, runtime_for
 from plora_jax.jobs import Job
 from plora_jax.models.decoder import LoRA
 from plora_jax.models.load import load_base

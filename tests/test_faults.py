@@ -8,8 +8,8 @@ import sys
 import jax
 import pytest
 
-from plora_jax import faults
-from plora_jax.faults import arm, fault
+from plora_jax.engine import faults
+from plora_jax.engine.faults import arm, fault
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,7 @@ def test_a_wrong_entry_is_named(spec):
 
 @pytest.mark.parametrize(("action", "code"), [("kill", -9), ("term", -15), ("exit", 70), ("kill+30", -9)])
 def test_a_process_ends_as_told(action, code):
-    program = "import time; from plora_jax.faults import fault; fault('x'); time.sleep(wait)"
+    program = "import time; from plora_jax.engine.faults import fault; fault('x'); time.sleep(wait)"
     program = program.replace("wait", "9" if "+" in action else "0")
     env = {**os.environ, "PLORA_FAULT": f"x={action}"}
     assert subprocess.run([sys.executable, "-c", program], env=env, timeout=30).returncode == code

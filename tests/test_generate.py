@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from plora_jax.adapters import Factors, pad_adapter, stack_adapters
-from plora_jax.generate import _batches, _program, generate
+from plora_jax.evaluation.generate import _batches, _program, generate
 from plora_jax.models.decoder import Runtime
 from plora_jax.models.load import load_base
 from tests.models import tiny

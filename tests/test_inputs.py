@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from plora_jax import inputs
-from plora_jax.config import load_sweep
-from plora_jax.inputs import file_digest, input_digests
+from plora_jax.config.sweep import load_sweep
+from plora_jax.engine import inputs
+from plora_jax.engine.inputs import file_digest, input_digests
 from plora_jax.jobs import Job
 from tests import tiny
 

@@ -12,10 +12,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from plora_jax import adapters as lora
-from plora_jax.batch import Batch
 from plora_jax.jobs import Job
 from plora_jax.models.load import Base
-from plora_jax.step import PackSpec, PackState, empty_pack, fresh_slot, make_load_slot, make_train_step
+from plora_jax.training.batch import Batch
+from plora_jax.training.step import (
+    PackSpec,
+    PackState,
+    empty_pack,
+    fresh_slot,
+    make_load_slot,
+    make_train_step,
+)
 from tests.goldens import peft_recipe as recipe
 from tests.peft_cases import base_of, compile_fast
 

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from plora_jax import engine
-from plora_jax.engine import _drive, _Watch
-from plora_jax.journal import BASE, TEST, Journal
-from plora_jax.launch import Ended, Pool, Restarts
-from plora_jax.process import Exit, Group, WorkerProcess
-from plora_jax.progress import Progress
-from plora_jax.rundir import open_run
-from plora_jax.trackers import Feed
+from plora_jax.engine import driver as engine
+from plora_jax.engine.driver import _drive, _Watch
+from plora_jax.engine.journal import BASE, TEST, Journal
+from plora_jax.engine.progress import Progress
+from plora_jax.engine.rundir import open_run
+from plora_jax.engine.trackers import Feed
+from plora_jax.launch.pool import Ended, Pool, Restarts
+from plora_jax.launch.process import Exit, Group, WorkerProcess
 from tests.test_process import STANDIN, gone, status, wait_for
 
 SPAWN = partial(WorkerProcess, module=STANDIN)
@@ -122,8 +122,8 @@ import sys, time
 from functools import partial
 from pathlib import Path
 from plora_jax import cli
-from plora_jax.launch import Pool
-from plora_jax.process import Group, WorkerProcess
+from plora_jax.launch.pool import Pool
+from plora_jax.launch.process import Group, WorkerProcess
 
 def drive(args):
     pool = Pool(partial(WorkerProcess, module="tests.standin"), grace_s=20)

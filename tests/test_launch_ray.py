@@ -12,11 +12,11 @@ import pytest
 
 ray = pytest.importorskip("ray")
 
+from plora_jax.engine.rundir import open_run  # noqa: E402
 from plora_jax.errors import UserError  # noqa: E402
-from plora_jax.launch import Restarts  # noqa: E402
-from plora_jax.launch_ray import not_shared, ray_pool, ray_site  # noqa: E402
-from plora_jax.rundir import open_run  # noqa: E402
-from plora_jax.site import LaunchOptions, find_site  # noqa: E402
+from plora_jax.launch.pool import Restarts  # noqa: E402
+from plora_jax.launch.ray import not_shared, ray_pool, ray_site  # noqa: E402
+from plora_jax.launch.site import LaunchOptions, find_site  # noqa: E402
 from tests.ray_cluster import ray_cluster  # noqa: E402
 from tests.test_launch import pids  # noqa: E402
 from tests.test_process import STANDIN, gone, status, wait_for  # noqa: E402

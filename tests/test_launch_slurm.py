@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 from plora_jax.errors import UserError
-from plora_jax.launch import Ended
-from plora_jax.launch_slurm import SlurmArray, SlurmError, _code, _expand, slurm, task_group
-from plora_jax.process import Group
-from plora_jax.site import LaunchOptions, find_site
+from plora_jax.launch.pool import Ended
+from plora_jax.launch.process import Group
+from plora_jax.launch.site import LaunchOptions, find_site
+from plora_jax.launch.slurm import SlurmArray, SlurmError, _code, _expand, slurm, task_group
 from tests.slurm_cluster import lose_node, missing, slurm_cluster
 from tests.test_launch import pids
 from tests.test_process import STANDIN, gone, status, wait_for
 
-TASK = [sys.executable, "-m", "plora_jax.launch_slurm"]
+TASK = [sys.executable, "-m", "plora_jax.launch.slurm"]
 
 
 def task(run: Path, **env: str) -> subprocess.Popen[str]:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from plora_jax.evaluate import Score
+from plora_jax.evaluation.leaderboard import Result, print_leaderboard, rank
+from plora_jax.evaluation.scorer import Score
 from plora_jax.jobs import Job
-from plora_jax.leaderboard import Result, print_leaderboard, rank
 
 
 def test_names_from_the_user_are_shown_as_they_are() -> None:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from plora_jax.losses import token_losses
 from plora_jax.models.load import Base, load_base
+from plora_jax.training.losses import token_losses
 from tests.models.tiny import LLAMA
 
 

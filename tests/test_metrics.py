@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from plora_jax.errors import UserError
-from plora_jax.metrics import higher_is_better, load_metric, normal, wilson
+from plora_jax.evaluation.metrics import higher_is_better, load_metric, normal, wilson
 
 
 @pytest.mark.parametrize(

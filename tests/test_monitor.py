@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from plora_jax import monitor
-from plora_jax.monitor import StepTime, drift, resident_bytes, sample
+from plora_jax.engine import monitor
+from plora_jax.engine.monitor import StepTime, drift, resident_bytes, sample
 
 
 def test_resident_memory_follows_what_is_held():
@@ -22,7 +22,7 @@ def test_resident_memory_follows_what_is_held():
 
 
 def test_without_gpus_nothing_is_said_of_them():
-    code = "import sys; from plora_jax.monitor import sample; print(sorted(sample()), 'jax' in sys.modules)"
+    code = "import sys; from plora_jax.engine.monitor import sample; print(sorted(sample()), 'jax' in sys.modules)"
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.stdout == "['host_free_bytes', 'host_rss_bytes'] False\n", done.stderr

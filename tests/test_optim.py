@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from plora_jax.jobs import Job
-from plora_jax.optim import apply_update, hyper, init_optimizer, learning_rate, warmup_steps
+from plora_jax.training.optim import apply_update, hyper, init_optimizer, learning_rate, warmup_steps
 
 
 def run(job, grads, params, total=10):

@@ -7,9 +7,9 @@ import jax
 import pytest
 
 import planner
-from plora_jax import faults
 from plora_jax.cli import main
-from plora_jax.journal import Journal
+from plora_jax.engine import faults
+from plora_jax.engine.journal import Journal
 from tests import tiny
 from tests.test_engine import HELD_OUT, TRAIN
 
@@ -162,7 +162,7 @@ def test_a_pack_that_fails_each_time_is_given_up_with_its_cause(root, tmp_path, 
 
 
 def test_fewer_slots_when_few_jobs_are_left(root, tmp_path, monkeypatch):
-    monkeypatch.setattr("plora_jax.packrun.PAYS_AFTER", 4)
+    monkeypatch.setattr("plora_jax.engine.packrun.PAYS_AFTER", 4)
     jobs = [{"learning_rate": 0.01 * (1 + n), "rank": 4, "max_steps": 24 if n == 2 else 4} for n in range(4)]
     rows = run(root, tmp_path / "run", search={"jobs": jobs})
     (event,) = events(tmp_path / "run", "shrunk")

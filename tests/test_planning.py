@@ -8,7 +8,7 @@ import pytest
 
 import planner
 from planner import Plan
-from plora_jax.config import Sweep, load_sweep
+from plora_jax.config.sweep import Sweep, load_sweep
 from plora_jax.errors import UserError
 from plora_jax.jobs import Job
 from plora_jax.machine import Gpu, cores, memory_bytes
@@ -25,9 +25,9 @@ from plora_jax.planning import (
     sweep_problem,
     trained_rows,
 )
-from plora_jax.search import search_jobs
+from plora_jax.search.configurations import search_jobs
 from plora_jax.sizes import Size, data_size, token_counter
-from plora_jax.step import pack_spec
+from plora_jax.training.step import pack_spec
 from tests.tiny import ROWS, write_rows, write_sweep
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from plora_jax.process import Group, WorkerProcess, cause_of, last_text, lock_gpu, tail_of, worker_env
+from plora_jax.launch.process import Group, WorkerProcess, cause_of, last_text, lock_gpu, tail_of, worker_env
 
 STANDIN = "tests.standin"
 
@@ -78,7 +78,7 @@ def test_the_environment_shows_the_groups_devices_alone():
 DRIVER = """
 import sys, time
 from pathlib import Path
-from plora_jax.process import Group, WorkerProcess
+from plora_jax.launch.process import Group, WorkerProcess
 worker = WorkerProcess(Path(sys.argv[1]), Group("0"), "tests.standin")
 print(worker.pid, flush=True)
 {then}

@@ -4,8 +4,8 @@ import io
 
 from rich.console import Console
 
-from plora_jax import progress
-from plora_jax.progress import Progress, clock
+from plora_jax.engine import progress
+from plora_jax.engine.progress import Progress, clock
 
 
 def test_rate_and_time_left_leave_compilation_out(monkeypatch):

@@ -14,8 +14,8 @@ from plora_jax.data.examples import DataReport, Examples
 from plora_jax.data.shapes import choose_shapes
 from plora_jax.jobs import Job
 from plora_jax.models.load import load_base
-from plora_jax.step import pack_spec
-from plora_jax.train import Work, train_pack
+from plora_jax.training.step import pack_spec
+from plora_jax.training.trainer import Work, train_pack
 
 
 @pytest.mark.slow

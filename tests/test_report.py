@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 
 from plora_jax.errors import UserError
-from plora_jax.figures import binned, curves, parallel, path
+from plora_jax.evaluation.metrics import wilson
 from plora_jax.jobs import Job
-from plora_jax.metrics import wilson
-from plora_jax.report import MAX_REASON, render, tokens, write_report
-from plora_jax.runfiles import RunFiles
-from plora_jax.runview import RunView, read_view
-from plora_jax.scale import Scale
-from plora_jax.stats import label
-from plora_jax.timeline import timeline
+from plora_jax.report.figures import binned, curves, parallel, path
+from plora_jax.report.runfiles import RunFiles
+from plora_jax.report.runview import RunView, read_view
+from plora_jax.report.scale import Scale
+from plora_jax.report.stats import label
+from plora_jax.report.timeline import timeline
+from plora_jax.report.write import MAX_REASON, render, tokens, write_report
 from tests.made_run import START, Writer, make_jobs, make_run, write_lines
 from tests.page import Node, parse
 from tests.test_runview import write_lines_freely

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from plora_jax.report import write_report
+from plora_jax.report.write import write_report
 from tests.made_run import make_run
 from tests.test_report import hostile
 

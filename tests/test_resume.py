@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from plora_jax import faults
 from plora_jax.cli import main
-from plora_jax.yamlfile import dump_yaml, parse_yaml
+from plora_jax.config.yamlfile import dump_yaml, parse_yaml
+from plora_jax.engine import faults
 from scripts.kill_test import differences, results
 from tests import tiny
 

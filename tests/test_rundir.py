@@ -6,8 +6,8 @@ import os
 
 import pytest
 
+from plora_jax.engine.rundir import JsonLines, open_run, write_atomic, write_json
 from plora_jax.errors import UserError
-from plora_jax.rundir import JsonLines, open_run, write_atomic, write_json
 
 
 def test_atomic_write_leaves_no_temporary(tmp_path):

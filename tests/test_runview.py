@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from plora_jax.errors import UserError
-from plora_jax.runfiles import RunFiles, number, parse_lines
-from plora_jax.runview import RunView, curve, read_view
-from plora_jax.spans import fold
+from plora_jax.report.runfiles import RunFiles, number, parse_lines
+from plora_jax.report.runview import RunView, curve, read_view
+from plora_jax.report.spans import fold
 from tests.made_run import RUNGS, START, Writer, make_jobs, make_run, write_lines
 
 LATER = START + 1e6

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from plora_jax.jobs import Job
-from plora_jax.optim import hyper, learning_rate, warmup_steps
+from plora_jax.training.optim import hyper, learning_rate, warmup_steps
 from tests.peft_cases import GOLDENS
 
 CASES = json.loads((GOLDENS / "peft.json").read_text())["schedules"]

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plora_jax.config import Sweep, parse_sweep
+from plora_jax.config.sweep import Sweep, parse_sweep
 from plora_jax.errors import UserError
 from plora_jax.jobs import Job
-from plora_jax.search import grid, search_jobs
+from plora_jax.search.configurations import grid, search_jobs
 
 BASE = "model: org/name\ndata: {train: a.jsonl}\n"
 

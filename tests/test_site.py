@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from plora_jax import machine, planning, site
+from plora_jax import machine, planning
 from plora_jax.errors import UserError
+from plora_jax.launch import site
+from plora_jax.launch.site import LaunchOptions, core_shares, find_site
 from plora_jax.machine import Gpu
-from plora_jax.site import LaunchOptions, core_shares, find_site
 
 H200 = [Gpu("NVIDIA H200", 143771, "580", f"GPU-{i}", 500) for i in range(4)]
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from scipy import stats as reference
 
-from plora_jax.metrics import wilson
-from plora_jax.stats import GROUPS, group_values, importance, label
+from plora_jax.evaluation.metrics import wilson
+from plora_jax.report.stats import GROUPS, group_values, importance, label
 
 
 @pytest.mark.parametrize(("right", "rows"), [(0, 7), (7, 7), (1, 3), (358, 400), (213, 400), (1, 100_000)])

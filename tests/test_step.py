@@ -7,18 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from plora_jax import step as packed
 from plora_jax.adapters import init_adapter, scales
-from plora_jax.batch import Batch
 from plora_jax.data.examples import DataReport, Examples
 from plora_jax.data.layout import Slot
 from plora_jax.data.loader import PackLoader
 from plora_jax.data.shapes import choose_shapes
-from plora_jax.dropout import Dropout, dropout_mask
 from plora_jax.jobs import Job
 from plora_jax.models.decoder import LoRA
 from plora_jax.models.load import load_base
-from plora_jax.train import Work, train_pack
+from plora_jax.training import step as packed
+from plora_jax.training.batch import Batch
+from plora_jax.training.dropout import Dropout, dropout_mask
+from plora_jax.training.trainer import Work, train_pack
 from tests.models.tiny import LLAMA
 from tests.peft_cases import compile_fast
 

@@ -9,12 +9,12 @@ from statistics import fmean
 
 import pytest
 
-from plora_jax.config import Sweep, make_sweep
+from plora_jax.config.space import Budget, Spent
+from plora_jax.config.sweep import Sweep, make_sweep
 from plora_jax.errors import UserError
 from plora_jax.jobs import Job
-from plora_jax.search import search_jobs
-from plora_jax.space import Budget, Spent
-from plora_jax.suggest import Suggester
+from plora_jax.search.configurations import search_jobs
+from plora_jax.search.suggest import Suggester
 
 optuna = pytest.importorskip("optuna")
 
@@ -263,7 +263,7 @@ def test_a_small_space_is_drawn_whole_and_once(method: str, ranks: object) -> No
 @pytest.mark.parametrize("redraws", [0, 20])
 def test_optuna_knows_what_became_of_every_draw(redraws: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Duplicates are given up at once, and a point drawn at random in their place is told as that point."""
-    monkeypatch.setattr("plora_jax.suggest.REDRAWS", redraws)
+    monkeypatch.setattr("plora_jax.search.suggest.REDRAWS", redraws)
     ranks, batches = [4, 8, 16], [1, 2, 4]
     suggester = Suggester(sweep_of({"rank": ranks, "batch_size": batches}, budget={"jobs": 9}), False)
     expected = {}

@@ -5,11 +5,11 @@ import struct
 
 import pytest
 
-from plora_jax import trackers
-from plora_jax.config import parse_sweep, resolved
+from plora_jax.config.sweep import parse_sweep, resolved
+from plora_jax.engine import trackers
+from plora_jax.engine.rundir import JsonLines, RunDirectory, write_json
+from plora_jax.engine.trackers import Feed, check_trackers
 from plora_jax.errors import UserError
-from plora_jax.rundir import JsonLines, RunDirectory, write_json
-from plora_jax.trackers import Feed, check_trackers
 
 JOBS = {"r4-a": {"learning_rate": 1e-3, "rank": 4, "targets": "all-linear", "max_steps": None}}
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from plora_jax import watch as module
 from plora_jax.cli import main
-from plora_jax.runfiles import RunFiles
-from plora_jax.runview import RunView, read_view
-from plora_jax.watch import done_share, left, plain, rate, snapshot, summary, watch
+from plora_jax.report import watch as module
+from plora_jax.report.runfiles import RunFiles
+from plora_jax.report.runview import RunView, read_view
+from plora_jax.report.watch import done_share, left, plain, rate, snapshot, summary, watch
 from tests.made_run import START, Writer, make_run
 from tests.test_report import EVIL, hostile
 

@@ -82,7 +82,7 @@ def write_rows(path: Path, rows: list[Any] | None = None) -> Path:
 
 def write_sweep(directory: Path, **changes: Any) -> Path:
     """Write a model, its data and a sweep of four jobs; `changes` replace sections, None removes them."""
-    from plora_jax.yamlfile import dump_yaml
+    from plora_jax.config.yamlfile import dump_yaml
 
     if not (directory / "model").exists():
         write_model(directory / "model")

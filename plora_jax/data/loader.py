@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from plora_jax.batch import Batch
 from plora_jax.data.layout import Block, Cursor, Slot, advance, blank, choose, lay_out, open_batch, pending
 from plora_jax.data.shapes import Shape
 from plora_jax.errors import UserError
+from plora_jax.training.batch import Batch
 
 
 class Fill(NamedTuple):

@@ -18,11 +18,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels import SHRUNK, lora_dense_group
-from plora_jax.dropout import Dropout, dropout_mask
 from plora_jax.models.attention import FULL, attend, attend_past, check_attention, heads_first, visible
 from plora_jax.models.config import SOURCES, ModelConfig
 from plora_jax.models.rope import Rope, frequencies
 from plora_jax.models.table import norm_keys
+from plora_jax.training.dropout import Dropout, dropout_mask
 
 ACTIVATION: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,

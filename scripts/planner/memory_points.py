@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from plora_jax.bench import abstract_base, measure_step
+from plora_jax.bench.step import abstract_base, measure_step
 from plora_jax.models.find import load_config
 from plora_jax.planning import model_shape
 

@@ -12,10 +12,10 @@ from plora_jax.data.examples import DataReport, Examples
 from plora_jax.data.layout import Block, Slot, lay_out
 from plora_jax.data.loader import PackLoader
 from plora_jax.data.shapes import Shape, choose_shapes
-from plora_jax.dropout import Dropout
-from plora_jax.losses import token_losses
 from plora_jax.models.config import config_from_hf
 from plora_jax.models.decoder import Decoder, Runtime
+from plora_jax.training.dropout import Dropout
+from plora_jax.training.losses import token_losses
 from tests.models.tiny import LLAMA, adapters
 
 RUNTIME = Runtime(dtype=jnp.float64)

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from plora_jax.dropout import Dropout
 from plora_jax.errors import UserError
 from plora_jax.models.decoder import LoRA, Norm, Runtime, rotations
 from plora_jax.models.load import load_base
 from plora_jax.models.rope import Rope, frequencies
+from plora_jax.training.dropout import Dropout
 from tests.models import tiny
 
 FAST = {"xla_backend_optimization_level": 0}  # compiling is most of these tests

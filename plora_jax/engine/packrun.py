@@ -1,0 +1,401 @@
+"""One pack from its first micro-step to its last job: train, score, stop, refill, export, checkpoint."""
+
+import math
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from plora_jax.data.layout import steps_per_epoch, total_steps
+from plora_jax.engine.checkpoint import Checkpoints
+from plora_jax.engine.faults import fault
+from plora_jax.engine.journal import RunState
+from plora_jax.engine.rundir import JsonLines, keep_lines
+from plora_jax.evaluation.metrics import higher_is_better
+from plora_jax.evaluation.scorer import Score
+from plora_jax.jobs import Job
+from plora_jax.peft import export_adapter, replace_directory
+from plora_jax.training.program import Program
+from plora_jax.training.trainer import Trained, Trainer, Work
+
+if TYPE_CHECKING:
+    from plora_jax.engine.worker import Worker
+
+PAYS_AFTER = 200  # micro-steps that earn back what compiling the step for fewer slots costs
+LOOK_S = 2.0  # seconds between two looks at what other processes decided
+
+
+@dataclass
+class Held:
+    """Keep what is known of a slot's job beside its training; saved with every checkpoint."""
+
+    job_id: str
+    due: list[int]  # optimizer steps after which the job is scored, the last one included
+    judged: int = 0  # the last of them that is done
+    evals: int = 0  # lines of evals.jsonl
+    loss_sum: float = 0.0  # over the optimizer batches since the last evaluation
+    loss_count: int = 0
+    best_step: int = 0
+    best_score: float | None = None
+
+
+class PackRun:
+    """Run a claimed pack; everything is restored from its newest checkpoint when it has one."""
+
+    def __init__(self, worker: "Worker", name: str) -> None:
+        self.worker, self.name = worker, name
+        self.run_dir, self.journal, self.sweep = worker.run, worker.journal, worker.sweep
+        state = self.journal.refresh()
+        self.pack = state.packs[name]
+        now = self.pack | state.limits.get(name, {})
+        if "corners" in self.pack:
+            planned = [worker.work_of(Job.from_dict(values)) for values in self.pack["corners"]]
+        else:
+            planned = [worker.item(job_id) for job_id in self.pack["jobs"]]
+        self.program = program = Program.of(self.sweep, worker.base, now, planned)
+        self.trainer = Trainer(
+            worker.base,
+            program.spec,
+            program.m,
+            program.shapes,
+            packing=program.packing,
+            runtime=program.runtime,
+            on_step=self._on_step,
+        )
+        self.folder = self.run_dir.path / "checkpoints" / name
+        self.checkpoints = Checkpoints(self.folder / str(self.trainer.spec.slots))
+        self.held: list[Held | None] = [None] * self.trainer.spec.slots
+        self.metrics: dict[str, JsonLines] = {}
+        self.evals: dict[str, JsonLines] = {}
+        self.sign = 1.0 if higher_is_better(self.sweep.data.metric, self.sweep.base_dir) else -1.0
+        self.looked = self.saved = time.monotonic()
+        self.exhausted = False  # the search has no more jobs
+        self.written = 0  # micro-step of the last checkpoint
+        self.asked_at = 0.0  # when other packs' jobs were looked at
+        self.slot_of = {a["job_id"]: a["slot"] for a in self.pack["assign"]}
+
+    def run(self) -> None:
+        """Train until no slot has work and none is left for it.
+
+        Raises:
+          Preempted: the worker was asked to end; a checkpoint is written.
+        """
+        every_s = float(self.journal.state.settings.get("checkpoint_s", 120.0))
+        try:
+            self._restore()
+            self._fill()
+            while self.trainer.slots:
+                self._micro_step()
+                if self.worker.asked:
+                    self._save()
+                    self.checkpoints.wait()
+                    self.worker.check_asked()
+                if self.trainer.slots and time.monotonic() - self.saved >= every_s:
+                    self._save()
+        finally:
+            self.trainer.close()
+            self.checkpoints.close()
+            for log in (*self.metrics.values(), *self.evals.values()):
+                log.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    # ---- one micro-step -------------------------------------------------------------------------------------------
+
+    def _micro_step(self) -> None:
+        started = time.perf_counter()
+        tokens = self.trainer.advance()
+        fault("step")
+        trainer, at = self.trainer, self.trainer.micro_step
+        due = [j for j in trainer.slots if self._due(j)]
+        if due:
+            trainer.sync()
+        over = trainer.over()
+        if due or over:
+            self._judge(due, over)
+        self._look(at)
+        for j, reason in [(j, self.journal.state.stops.get((self.name, at, j))) for j in trainer.slots]:
+            if reason is not None:
+                trainer.sync()
+                self._end(j, "stopped", reason)
+        self._fill()
+        self._shrink(at)
+        self._report(tokens, time.perf_counter() - started)
+
+    def _due(self, j: int) -> bool:
+        held, step = self.held[j], self.trainer.step_of(j)
+        return held is not None and step > held.judged and step in held.due
+
+    def _judge(self, due: Sequence[int], over: Sequence[int]) -> None:
+        """Score the slots that are due, all at once, and let those go that have ended or will not win."""
+        sound = [j for j in due if not self._running(j).reason]
+        self._score(sound)
+        for j in dict.fromkeys((*due, *over)):
+            run, held, step = self._running(j), self._held(j), self.trainer.step_of(j)
+            if run.reason:
+                self._end(j, "failed", run.reason)
+                continue
+            line = self.journal.state.scores[held.job_id, step]
+            if not math.isfinite(line["loss"]):
+                self._end(j, "failed", "the loss on held-out rows is not finite")
+            elif j in over:
+                self._end(j, "completed", "")
+            elif (reason := self._verdict(held.job_id, step)) is not None:
+                self._end(j, "stopped", reason)
+
+    def _score(self, slots: Sequence[int]) -> None:
+        """Score slots after the step they have made, and write it down; a score in the journal is not made again."""
+        known = self.journal.state.scores
+        keys = {j: (self._held(j).job_id, self.trainer.step_of(j)) for j in slots}
+        new = [j for j in slots if keys[j] not in known]
+        if new:
+            self.worker.status(phase=f"scoring, {self.name}")
+            state = self.trainer.state
+            scores = self.worker.scorer.score_slots(
+                state.weights, state.scales, new, self.worker.task().eval, tokens=self.program.tokens
+            )
+            lines = []
+            for j, score in zip(new, scores, strict=True):
+                held, (job_id, step) = self._held(j), keys[j]
+                line = {"job_id": job_id, "step": step, "fraction": step / self._running(j).steps}
+                line |= {"value": score.score, "loss": score.loss, "score": vars(score)}
+                line |= {"train_loss": held.loss_sum / max(held.loss_count, 1)}
+                lines.append(("score", line))
+            self.journal.extend(lines)
+        for j in slots:
+            held, step, run = self._held(j), self.trainer.step_of(j), self._running(j)
+            line = known[keys[j]]
+            held.judged, held.evals = step, held.evals + 1
+            held.loss_sum, held.loss_count = 0.0, 0
+            shown = {"step": step, "fraction": line["fraction"], "score": line["value"], "loss": line["loss"]}
+            shown |= {
+                "train_loss": line["train_loss"],
+                "rows": line["score"]["rows"],
+                "time": round(time.time(), 3),
+            }
+            self._log(self.evals, held.job_id, "evals.jsonl").append(shown)
+            better = held.best_score is None or self.sign * line["value"] > self.sign * held.best_score
+            if better and math.isfinite(line["loss"]):
+                held.best_step, held.best_score = step, line["value"]
+                if self.sweep.train.keep == "best" and step < run.steps:
+                    self._export(self.trainer.take(j), "best")
+
+    def _verdict(self, job_id: str, step: int) -> str | None:
+        """Say why a job is stopped at this evaluation, None when it goes on; decided once, then looked up."""
+        with self.journal.locked() as state:
+            known = state.verdicts.get((job_id, step))
+            if known is None:
+                mine = state.settings.get("scope") == "pack"
+                history = {
+                    name: points
+                    for name, points in state.points.items()
+                    if not mine or state.owner.get(name) == self.name
+                }
+                verdict = self.worker.rule.decide(job_id, history)
+                self.journal.append(
+                    "verdict", job_id=job_id, step=step, stop=verdict.stop, reason=verdict.reason
+                )
+                known = state.verdicts[job_id, step]
+        return known["reason"] if known["stop"] else None
+
+    def _look(self, at: int) -> None:
+        """See, now and then, which jobs were withdrawn, and write down at which micro-step that takes effect."""
+        if time.monotonic() - self.looked < LOOK_S:
+            return
+        self.looked = time.monotonic()
+        with self.journal.locked() as state:
+            for j in self.trainer.slots:
+                job_id = self._held(j).job_id
+                if job_id in state.withdrawn and (self.name, job_id) not in state.stopping:
+                    where = {"pack": self.name, "at": at, "slot": j}
+                    self.journal.append("stop", **where, job_id=job_id, reason="withdrawn")
+
+    # ---- slots ----------------------------------------------------------------------------------------------------
+
+    def _fill(self) -> None:
+        """Give every free slot its next job, while there is one."""
+        at, state = self.trainer.micro_step, self.journal.state
+        for j in range(self.trainer.spec.slots):
+            while self.held[j] is None:
+                job_id = state.places.get((self.name, at, j)) or self._next(at, j)
+                if job_id is None:
+                    break
+                self._start(j, job_id)
+
+    def _next(self, at: int, j: int) -> str | None:
+        """Decide which job takes slot j: the next one planned for it, else for the pack, else one of another pack."""
+        asked, self.asked_at = self.asked_at, time.monotonic()
+        idle = self.exhausted or not self.journal.state.waiting(self.name)
+        if idle and (self._closed() or self.asked_at - asked < LOOK_S):
+            self.asked_at = asked
+            return None
+        with self.journal.locked() as state:
+            mine = state.waiting(self.name)
+            where = {"pack": self.name, "at": at, "slot": j}
+            if mine and mine[0] not in state.jobs:  # a place whose job is drawn now
+                drawn = self.worker.drawer.draw(state, where | {"for": mine[0]})
+                self.exhausted = drawn is None
+                return drawn
+            planned = [name for name in mine if self.slot_of.get(name) == j]
+            found = next(iter([*planned, *mine]), None) or self._foreign(state)
+            if found:
+                self.journal.append("place", **where, job_id=found)
+            return found
+
+    def _closed(self) -> bool:
+        """Tell whether only this pack's own jobs may enter it: always where results must not depend on timing."""
+        return self.journal.state.settings.get("scope") == "pack" or not self._other_packs(self.journal.state)
+
+    def _other_packs(self, state: RunState) -> list[str]:
+        return [name for name in state.packs if name not in state.done and name not in state.claims]
+
+    def _foreign(self, state: RunState) -> str | None:
+        """Find a job of a pack nobody has begun, the last planned first, that this compiled step can take."""
+        if self._closed():
+            return None
+        for other in reversed(self._other_packs(state)):
+            for job_id in reversed(state.waiting(other)):
+                if job_id in state.jobs and self.program.fits(self.worker.item(job_id)):
+                    return job_id
+        return None
+
+    def _shrink(self, at: int) -> None:
+        """Go on with half the slots or fewer, once none of the others will be filled again and it pays."""
+        line, used = self.journal.state.shrinks.get((self.name, at)), self.trainer.slots
+        if line is None:
+            slots = 1 << (len(used) - 1).bit_length() if used else 0
+            more = self.journal.state.waiting(self.name) and not self.exhausted
+            if not used or slots > self.trainer.spec.slots // 2 or more:
+                return
+            left = max(self._micro_steps_left(j) for j in used)
+            if left < PAYS_AFTER or not self._closed():
+                return
+            line = {"at": at, "keep": used, "slots": slots}
+            self.journal.append("shrink", pack=self.name, **line)
+        self.trainer.shrink(line["keep"], line["slots"])
+        self.checkpoints.close()
+        self.checkpoints = Checkpoints(self.folder / str(self.trainer.spec.slots))
+        self.held = [self.held[j] for j in line["keep"]] + [None] * (line["slots"] - len(line["keep"]))
+        self.slot_of = {}
+        self.run_dir.event("shrunk", pack=self.name, micro_step=at, slots=line["slots"])
+
+    def _micro_steps_left(self, j: int) -> int:
+        run = self._running(j)
+        return (run.steps - self.trainer.step_of(j)) * run.job.batch_size // self.program.m
+
+    def _start(self, j: int, job_id: str) -> None:
+        item = self.worker.item(job_id)
+        self.trainer.put(j, item)
+        total = total_steps(item.job, len(item.examples))
+        self.held[j] = Held(job_id, self._due_steps(item, total))
+        for logs, file in ((self.metrics, "metrics.jsonl"), (self.evals, "evals.jsonl")):
+            keep_lines(self.run_dir.job(job_id) / file, 0)  # a job that starts again starts its logs again
+            logs.pop(job_id, None)
+        self.run_dir.event(
+            "placed", pack=self.name, slot=j, job_id=job_id, micro_step=self.trainer.micro_step
+        )
+
+    def _due_steps(self, item: Work, total: int) -> list[int]:
+        """List the optimizer steps after which a job is scored."""
+        per_epoch = steps_per_epoch(len(item.examples), item.job.batch_size)
+        return self.sweep.eval.steps(total, per_epoch, self.worker.rule.rungs())
+
+    def _end(self, j: int, status: str, reason: str) -> None:
+        """Export and record what a slot's job has come to, unless that was done before, and free the slot."""
+        held, run, trained = self._held(j), self._running(j), self.trainer.take(j)
+        scores = self.journal.state.scores
+        if status == "stopped" and (held.job_id, trained.steps) not in scores and not held.best_step:
+            status, reason = "failed", f"{reason} before it was scored"
+        self.held[j] = None
+        self.trainer.put(j, None)
+        for logs in (self.metrics, self.evals):
+            if log := logs.pop(held.job_id, None):
+                log.close()
+        if held.job_id in self.journal.state.ended:
+            return
+        score, more = None, {"fraction": trained.steps / run.steps}
+        if status != "failed":
+            last = (held.job_id, trained.steps)
+            best = self.sweep.train.keep == "best" or last not in scores
+            step = held.best_step if best else trained.steps
+            fault("export")
+            directory = self.run_dir.job(held.job_id)
+            if step < trained.steps:
+                if (directory / "best").exists():  # not moved before a kill
+                    replace_directory(directory / "best", directory / "adapter")
+            else:
+                self._export(trained, "adapter")
+            score = Score(**scores[held.job_id, step]["score"])
+            more |= {"best_step": held.best_step, "kept_step": step}
+        self.worker.record(trained, status, score, reason, **more)
+
+    def _export(self, trained: Trained, folder: str) -> None:
+        name = self.sweep.export.base_model or self.sweep.model
+        directory = self.run_dir.job(trained.job.job_id) / folder
+        export_adapter(directory, name, self.worker.base.config, trained.job, trained.adapter)
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        for log in (*self.metrics.values(), *self.evals.values()):
+            log.flush()  # a checkpoint counts the lines before it
+        arrays, meta = self.trainer.snapshot()
+        meta |= {"held": [asdict(held) if held else None for held in self.held]}
+        self.checkpoints.save(self.trainer.micro_step, arrays, meta)
+        if self.written:  # which the save that has just begun waited for
+            self.journal.append("saved", pack=self.name, at=self.written)
+        self.written, self.saved = self.trainer.micro_step, time.monotonic()
+
+    def _restore(self) -> None:
+        """Go back to the newest checkpoint, which is of the fewest slots the pack had come to; without one, begin."""
+        made = sorted(int(folder.name) for folder in self.folder.glob("[0-9]*"))
+        for slots in made:
+            self.checkpoints.close()
+            self.checkpoints = Checkpoints(self.folder / str(slots))
+            if found := self.checkpoints.restore(self.trainer.like(slots)):
+                break
+        else:
+            return
+        _, arrays, meta = found
+        self.held = [Held(**held) if held else None for held in meta["held"]]
+        work = {held.job_id: self.worker.item(held.job_id) for held in self.held if held}
+        self.trainer.restore(arrays, meta, work)
+        for j in self.trainer.slots:  # what was logged after the checkpoint is logged again
+            held, folder = self._held(j), self.run_dir.job(self._held(j).job_id)
+            keep_lines(folder / "metrics.jsonl", self._running(j).logged)
+            keep_lines(folder / "evals.jsonl", held.evals)
+        self.run_dir.event(
+            "restored", pack=self.name, micro_step=self.trainer.micro_step, worker=self.worker.name
+        )
+
+    # ---- reporting ------------------------------------------------------------------------------------------------
+
+    def _on_step(self, job: Any, line: dict[str, Any]) -> None:
+        self._log(self.metrics, job.job_id, "metrics.jsonl").append(line)
+        for held in self.held:
+            if held and held.job_id == job.job_id:
+                held.loss_sum, held.loss_count = held.loss_sum + line["loss"], held.loss_count + 1
+
+    def _log(self, logs: dict[str, JsonLines], job_id: str, file: str) -> JsonLines:
+        if job_id not in logs:
+            logs[job_id] = JsonLines(self.run_dir.job(job_id) / file)
+        return logs[job_id]
+
+    def _report(self, tokens: int, seconds: float) -> None:
+        done = {
+            self._held(j).job_id: self.trainer.step_of(j) / self._running(j).steps for j in self.trainer.slots
+        }
+        self.worker.trained(tokens, seconds)
+        self.worker.status(
+            phase=f"training, {self.name}", pack=self.name, micro_step=self.trainer.micro_step, jobs=done
+        )
+
+    def _held(self, j: int) -> Held:
+        held = self.held[j]
+        assert held
+        return held
+
+    def _running(self, j: int) -> Any:
+        run = self.trainer.running[j]
+        assert run
+        return run

@@ -1,0 +1,94 @@
+"""The program of a pack: what one compiled step can hold, and which jobs can take a slot of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from planner.signature import Signature, fits
+from plora_jax.config.sweep import Sweep
+from plora_jax.data.examples import Examples
+from plora_jax.data.shapes import MAX_SHAPES, Shape, choose_shapes
+from plora_jax.evaluation.scorer import runtime_for
+from plora_jax.models.decoder import Runtime
+from plora_jax.models.load import Base
+from plora_jax.planning import examples_size, job_spec, trained_rows
+from plora_jax.training.step import PackSpec, pack_spec
+from plora_jax.training.trainer import Work
+
+STEPS_PER_SHAPE = 64  # micro-steps that make one more compiled length worth its compilation
+
+
+@dataclass(frozen=True)
+class Program:
+    """Hold what a pack's step is compiled for; made of the pack's planned jobs, so that a resumed pack has the same."""
+
+    base: Base
+    spec: PackSpec
+    m: int
+    shapes: Sequence[Shape]
+    runtime: Runtime
+    packing: bool
+
+    @staticmethod
+    def of(sweep: Sweep, base: Base, pack: dict[str, Any], work: Sequence[Work]) -> "Program":
+        """Make the program of a pack (as plan.json has it) for its planned jobs."""
+        m, packing = pack["m"], sweep.data.packing and pack["m"] > 1
+        return Program(
+            base,
+            pack_spec(
+                base.config,
+                [item.job for item in work],
+                slots=len(pack["slots"]),
+                m=None if packing else m,  # examples that share rows may end a batch later
+            ),
+            m,
+            _shapes(sweep, work, m, packing),
+            replace(runtime_for(base, pack["policy"]), segments=packing),
+            packing,
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Count the tokens of the largest micro-step, padding included."""
+        return self.spec.slots * (1 if self.packing else self.m) * max(shape.S for shape in self.shapes)
+
+    @cached_property
+    def signature(self) -> Signature:
+        """Say in the planner's words which jobs fit."""
+        return Signature(
+            J=self.spec.slots,
+            m=self.m,
+            buckets=tuple(shape.S for shape in self.shapes),
+            rank_bucket=self.spec.rank,
+            targets=frozenset(self.spec.sites),
+            has_dropout=self.spec.has_dropout,
+            optimizers=self.spec.optimizers,
+            dtype=str(self.runtime.dtype),
+            policy=self.runtime.recompute,
+        )
+
+    def fits(self, item: Work) -> bool:
+        """Tell whether a job can take a slot without a recompile."""
+        sites = frozenset(pack_spec(self.base.config, [item.job]).sites)
+        job = replace(job_spec(item.job, examples_size(item.examples), ""), targets=sites)
+        summed = self.spec.accumulate or item.job.batch_size == self.m
+        short = int(item.examples.counts.max()) <= self.shapes[-1].P
+        return fits(self.signature, job) and summed and short
+
+
+def _shapes(sweep: Sweep, work: Sequence[Work], m: int, packing: bool) -> Sequence[Shape]:
+    pairs = [(item.examples, item.job.data_seed) for item in work]
+    if sweep.data.buckets:
+        return [fitting_shape(length, [e for e, _ in pairs]) for length in sweep.data.buckets]
+    micro_steps = max(trained_rows(item.job, len(item.examples)) // m for item in work)
+    limit = min(MAX_SHAPES, 1 + micro_steps // STEPS_PER_SHAPE)
+    return choose_shapes(pairs, 1 if packing else m, group=m, fill=packing, limit=limit)
+
+
+def fitting_shape(length: int, data: Sequence[Examples]) -> Shape:
+    """Return the shape of `length` positions that holds the labels of every row that short."""
+    most = max(
+        (int(examples.counts[examples.lengths <= length].max(initial=1)) for examples in data), default=1
+    )
+    return Shape(length, min(length, most))
