@@ -29,6 +29,7 @@ from tests import tiny
 
 CHECKPOINT_S = 0.5  # seconds between two checkpoints
 LIMIT_S = 900.0  # after which a start of the sweep hangs
+STARTING_S = 15.0  # in which a start is under way
 WORDS = tiny.WORDS
 ROWS = [
     {"prompt": f"what is the {a} {b} ?", "completion": f" {c}"}
@@ -106,16 +107,16 @@ class Sweep:
 
     def __init__(self, sweep: Path, run: Path, cache: Path) -> None:
         self.sweep, self.run, self.log = sweep, run, run.with_suffix(".log")
-        kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         self.env = {
-            **kept,
-            "PYTHONPYCACHEPREFIX": str(cache / "bytecode"),
+            **os.environ,
             "PYTHONPATH": str(Path(__file__).parent.parent),
             "JAX_PLATFORMS": "cpu",
             "JAX_COMPILATION_CACHE_DIR": str(cache),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
+        if self.env.pop("PYTHONDONTWRITEBYTECODE", None):  # half of a start would be compiling Python
+            self.env["PYTHONPYCACHEPREFIX"] = str(Path(tempfile.gettempdir()) / "plora-bytecode")
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, faults: str = "") -> None:
@@ -153,16 +154,19 @@ class Sweep:
         except subprocess.TimeoutExpired:
             return None
 
-    def until_training(self) -> int | None:
-        """Wait until a worker that lives trains; the driver's exit code where it ended first."""
+    def logged(self) -> int:
+        """Count the bytes of all metrics.jsonl: how far the run has come."""
+        return sum(path.stat().st_size for path in self.run.glob("jobs/*/metrics.jsonl"))
+
+    def until(self, logged: float) -> int | None:
+        """Wait until so many bytes are logged; the driver's exit code where it ended first."""
         deadline = time.monotonic() + LIMIT_S
-        while time.monotonic() < deadline:
-            if (code := self.wait(0.05)) is not None:
+        while self.logged() < logged:
+            if (code := self.wait(0.005)) is not None:
                 return code
-            alive = set(self.workers())
-            if any(s["pid"] in alive and s.get("phase", "").startswith("training") for s in self.statuses()):
-                return None
-        raise AssertionError(f"{self.run}: no worker trains")
+            if time.monotonic() > deadline:
+                raise AssertionError(f"{self.run} does not get on:\n{self.log.read_text()[-3000:]}")
+        return None
 
     def kill(self, who: str, choose: random.Random) -> str:
         """Kill the driver or one worker and return the phase it was in; workers end with their driver."""
@@ -220,34 +224,33 @@ def recoveries(run: Path, kills: list[tuple[Kill, float]]) -> None:
         kill.recovery_s = next((round(t - when, 2) for t in times if t > when), None)
 
 
-def undisturbed(sweep: Path, run: Path, cache: Path) -> tuple[dict[str, Any], float]:
-    """Run a sweep to its end and return what it has come to, and the seconds its workers trained."""
+def undisturbed(sweep: Path, run: Path, cache: Path) -> dict[str, Any]:
+    """Run a sweep to its end and return what it has come to."""
     one = Sweep(sweep, run, cache)
     one.start()
     if (code := one.wait(LIMIT_S)) != 0:
         raise RuntimeError(f"the undisturbed run ended with {code}:\n{one.log.read_text()[-3000:]}")
-    events = [json.loads(line) for line in (run / "events.jsonl").read_bytes().splitlines()]
-    times = {line["event"]: line["time"] for line in reversed(events)}  # the first of each kind
-    return results(run), times["finished"] - times["placed"]
+    return results(run)
 
 
 def kill_at_random(
-    sweep: Path, run: Path, cache: Path, want: dict[str, Any], *, seed: int, kills: int, train_s: float
+    sweep: Path, run: Path, cache: Path, want: dict[str, Any], *, seed: int, kills: int
 ) -> Trial:
-    """Kill the driver or a worker `kills` times and compare the end.
+    """Kill the driver or a worker at `kills` random moments and compare the end.
 
-    One kill in four comes at any moment after a start; the others come up to `train_s` seconds after training began.
+    A moment is a share of the whole training; one in four is a time after a start instead, when little is running yet.
     """
     choose, one = random.Random(seed), Sweep(sweep, run, cache)
     trial, began, made = Trial(seed, sweep.parent.name), time.monotonic(), []
+    whole = sum(len(content) for name, content in want.items() if name.endswith("metrics.jsonl"))
     code, killed = None, 0
     one.start()
     trial.starts = 1
-    while len(trial.kills) < kills:
+    for share in sorted(choose.random() for _ in range(kills)):
         if choose.random() < 0.75:
-            code = one.until_training()
-        if code is None:
-            code = one.wait(choose.uniform(0.0, train_s))
+            code = one.until(share * whole) or one.wait(choose.uniform(0.0, 0.1))
+        else:
+            code = one.wait(choose.uniform(0.0, STARTING_S))
         if code is not None:
             break
         # a pack that was lost three times between two checkpoints is given up
@@ -354,12 +357,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the trials as JSON")
     args = parser.parse_args()
     root, choose, trials = Path(tempfile.mkdtemp(prefix="kill-test-")), random.Random(args.seed), []
-    variants, want, took = args.variants.split(","), {}, {}
+    variants, want = args.variants.split(","), {}
     for variant in variants:
         sweep = write_sweep(root, variant, args.steps)
-        undisturbed(sweep, root / variant / "warm", root / "cache")  # compiles
-        want[variant], took[variant] = undisturbed(sweep, root / variant / "want", root / "cache")
-        print(f"undisturbed, early stopping {variant}: {took[variant]:.1f} s of training", flush=True)
+        want[variant] = undisturbed(sweep, root / variant / "compiles", root / "cache")
+        began = time.monotonic()
+        again = undisturbed(sweep, root / variant / "want", root / "cache")
+        told = f"undisturbed, early stopping {variant}: {time.monotonic() - began:.1f} s"
+        print(f"{told}, {'equal' if again == want[variant] else 'DIFFERENT'}", flush=True)
 
     def done(trial: Trial, run: Path) -> None:
         trials.append(trial)
@@ -380,7 +385,6 @@ def main() -> int:
             want[variant],
             seed=seed,
             kills=min(args.each, left),
-            train_s=took[variant],
         )
         left -= len(trial.kills)
         done(trial, run)
@@ -397,7 +401,7 @@ def main() -> int:
     print(table(trials))
     if args.out:
         versions = {"python": sys.version.split()[0], "cores": os.cpu_count()}
-        record = {"training_s": took, **versions, "trials": [asdict(trial) for trial in trials]}
+        record = {**versions, "trials": [asdict(trial) for trial in trials]}
         args.out.write_text(json.dumps(record, indent=1) + "\n")
     different = [trial for trial in trials if trial.different]
     if not different:

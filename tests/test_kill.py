@@ -7,26 +7,26 @@ from scripts.kill_test import differences, kill_at_points, kill_at_random, resul
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-    """Give a sweep, a compilation cache, what the sweep comes to, and how long it trains."""
+    """Give a sweep, a compilation cache, and what the sweep comes to."""
     root = tmp_path_factory.mktemp("kill")
     sweep = write_sweep(root, "none", 90, targets=["q_proj"])
-    return sweep, root / "cache", *undisturbed(sweep, root / "want", root / "cache")
-
-
-@pytest.mark.slow
-def test_kills_at_random_moments_change_no_bit(killed, tmp_path):
-    sweep, cache, want, train_s = killed
-    trial = kill_at_random(sweep, tmp_path / "run", cache, want, seed=5, kills=2, train_s=train_s)
-    assert trial.kills and trial.different == [], trial
+    return sweep, root / "cache", undisturbed(sweep, root / "want", root / "cache")
 
 
 @pytest.mark.slow
 def test_kills_at_fault_points_change_no_bit(killed, tmp_path):
-    sweep, cache, want, _ = killed
-    points = ["checkpoint:1", "export-rename:2", "leaderboard.json:1"]
+    sweep, cache, want = killed
+    points = ["checkpoint:1", "leaderboard.json:1", "step:20"]  # a worker twice, the driver once
     trial = kill_at_points(sweep, tmp_path / "run", cache, want, seed=0, points=points)
     assert sorted(kill.who for kill in trial.kills) == points and trial.starts == 2, trial
     assert trial.different == [], trial
+
+
+@pytest.mark.long
+def test_kills_at_random_moments_change_no_bit(killed, tmp_path):
+    sweep, cache, want = killed
+    trial = kill_at_random(sweep, tmp_path / "run", cache, want, seed=5, kills=3)
+    assert len(trial.kills) == 3 and trial.different == [], trial
 
 
 def test_the_comparison_sees_every_file(tmp_path):
