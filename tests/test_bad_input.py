@@ -382,14 +382,6 @@ def test_a_directory_already_used(tmp_path: Path) -> None:
     ("changes", "says"),
     [
         ({"precision": "nf4"}, "precision.base: nf4 can be planned but not trained yet"),
-        (
-            {"search": {"rank": [4, 8], "method": "optuna", "budget": {"jobs": 2}}},
-            "search.method: optuna can be planned but not run yet",
-        ),
-        (
-            {"search": {"rank": [4, 8], "method": "random", "budget": {"gpu_hours": 1}}},
-            "search.budget: only jobs are counted so far",
-        ),
     ],
 )
 def test_what_can_be_planned_but_not_run(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
