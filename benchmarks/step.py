@@ -136,7 +136,7 @@ def work() -> None:
 def measure(case: dict[str, Any], held: dict[str, Any]) -> dict[str, Any]:
     """Run one case; `held` keeps the last model between cases."""
     from pallas_kernels import using
-    from plora_jax import step
+    from plora_jax.training import step
     from plora_jax.bench.step import measure_step
     from plora_jax.models.load import load_base
 
