@@ -136,9 +136,9 @@ def work() -> None:
 def measure(case: dict[str, Any], held: dict[str, Any]) -> dict[str, Any]:
     """Run one case; `held` keeps the last model between cases."""
     from pallas_kernels import using
-    from plora_jax.training import step
     from plora_jax.bench.step import measure_step
     from plora_jax.models.load import load_base
+    from plora_jax.training import step
 
     if case.pop("crash", False):  # to see that the next case still runs
         os._exit(9)
