@@ -4,6 +4,8 @@ import pytest
 
 from scripts.kill_test import differences, kill_at_points, kill_at_random, results, undisturbed, write_sweep
 
+pytestmark = pytest.mark.long  # minutes on a busy machine
+
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
