@@ -113,3 +113,26 @@ def test_a_slurm_cluster_loses_a_node_and_then_its_driver(sweep, tmp_path, tmp_p
             lambda: (shaken / "leaderboard.json").exists(), 1800
         )  # written by the job that waits for the others
     same(quiet, shaken)
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_a_driver_in_a_job_of_its_own_whose_time_is_up(sweep, tmp_path, tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("PLORA", f"{sys.executable} -m plora_jax")
+    out = tmp_path / "run"
+    with slurm_cluster(tmp_path_factory.mktemp("slurm")):
+        script = ROOT / "scripts" / "slurm" / "sweep.sbatch"
+        options = [sweep, "--out", out, "--workers", "2", "--checkpoint-every", "5", "--slurm=--time=30"]
+        mine = ["sbatch", "--parsable", f"--output={tmp_path}/driver.log", script, *options]
+        job = subprocess.run(mine, check=True, capture_output=True, text=True, cwd=ROOT).stdout.strip()
+        for worker in "01":
+            wait_for(lambda w=worker: training(out, w, 50), 600)
+        # as SLURM does two minutes before the end
+        subprocess.run(["scancel", "--signal=USR1", "--batch", job], check=True)
+        wait_for(lambda: (out / "leaderboard.json").exists(), 1800)
+        wait_for(lambda: not subprocess.run(["squeue", "-h"], capture_output=True).stdout, 120)
+    board = json.loads((out / "leaderboard.json").read_text())["jobs"]
+    assert len(board) == JOBS and {row["status"] for row in board} == {"completed"}
+    events = lines(out / "events.jsonl")
+    assert [line["event"] for line in events].count("started") == 2
+    assert any(line["event"] == "restored" for line in events)
+    assert "terminated; add --resume to go on" in (tmp_path / "driver.log").read_text()
