@@ -177,7 +177,7 @@ def test_the_tail_of_a_long_log(tmp_path):
 def test_one_gpu_is_one_workers(tmp_path):
     uuid = f"test-{os.getpid()}"
     try:
-        code = f"import time; from plora_jax import process; process.lock_gpu('{uuid}'); print(1, flush=True)"
+        code = f"import time; from plora_jax.launch import process; process.lock_gpu('{uuid}'); print(1, flush=True)"
         code += "; time.sleep(60)"
         other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
         assert other.stdout and other.stdout.readline() == b"1\n"
