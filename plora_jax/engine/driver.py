@@ -300,9 +300,9 @@ def _finish(run: RunDirectory, journal: Journal, sweep: Sweep, console: Console,
     write_leaderboard(run, metric, Score(**base), rows, test)
     _link_best(run, rows[0], console)
     run.event("finished", failed=failed)
-    print_leaderboard(console, metric, Score(**base), rows, test, out)
     with contextlib.suppress(UserError):  # said by the leaderboard all the same
         say(console, f"report: {write_report(run.path)}")
+    print_leaderboard(console, metric, Score(**base), rows, test, out)
     return int(failed > 0)
 
 
