@@ -170,6 +170,7 @@ def wandb_records(data: bytes):
 
 
 @pytest.mark.slow
+@pytest.mark.long  # wandb writes from a process of its own, in its own time
 def test_weights_and_biases_offline(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
