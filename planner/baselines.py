@@ -15,9 +15,9 @@ def eager_step_s(instance: Instance, k: int, degree: int) -> float:
     launch is `launch_s` for 28 layers; the rate is `baseline_rate` of ours without recomputation.
     """
     job, cost, shape = instance.classes[k], instance.cost, instance.shape
-    rate = cost.baseline_rate / instance.step_cost(degree, "none", instance.need(((k, 1),))).c
+    token_s = instance.step_cost(degree, "none", instance.need(((k, 1),))).c / cost.baseline_rate
     launch = cost.launch_s * shape.n_layers / 28
-    return max(launch, job.batch_size * job.row_tokens * (1 + cost.padding) / rate)
+    return max(launch, job.batch_size * job.row_tokens * (1 + cost.padding) * token_s)
 
 
 def _list_schedule(seconds: list[tuple[float, int]], machines: int) -> float:

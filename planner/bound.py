@@ -18,6 +18,7 @@ from planner.instance import Instance
 from planner.signature import divisors
 
 TOLERANCE = 1e-9
+LEAST = 1e-30  # seconds of a slot to divide by: a fitted model may charge nothing for one
 
 
 class Modes(NamedTuple):
@@ -67,7 +68,7 @@ def group_work(instance: Instance, table: Modes, C: float) -> tuple[np.ndarray, 
     beside it.
     """
     room = (C - table.setup - table.scoring) / table.steps - table.t0
-    J = np.minimum(np.floor(room / table.token * (1 + TOLERANCE)), table.limit)
+    J = np.minimum(np.floor(room / np.maximum(table.token, LEAST) * (1 + TOLERANCE)), table.limit)
     ok = J >= 1
     time = np.where(ok, table.steps * (table.t0 / np.maximum(J, 1) + table.token) + table.scoring, np.inf)
     return time, J, ok

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from planner.bound import LEAST
 from planner.instance import Counts, Instance, Need
 from planner.signature import divisors
 
@@ -121,7 +122,8 @@ def solve(instance: Instance, types: Types, C: float, nodes: int = 0) -> Answer:
     counts = np.array([n for _, n in instance.counts], dtype=float)
     slot_time = types.steps * types.slot_s[types.t]
     room = C - types.setup[types.t] - types.scoring
-    most = np.floor((room / types.steps - types.t0[types.t]) / types.slot_s[types.t] * (1 + 1e-9))
+    slot_s = np.maximum(types.slot_s[types.t], LEAST)
+    most = np.floor((room / types.steps - types.t0[types.t]) / slot_s * (1 + 1e-9))
     most = np.minimum(most, types.limit[types.t])
     kept = np.flatnonzero(most >= 1)
     k, t = types.k[kept], types.t[kept]
@@ -179,13 +181,15 @@ def lp_bound(instance: Instance, types: Types, low: float) -> float:
     def needed(C: float) -> float:
         return solve(instance, types, C).machine_s / G + load
 
-    low_need = needed(low)
-    while not np.isfinite(low_need):
-        low *= 1.05
-        low_need = needed(low)
-    if low_need <= low:
+    C, need = low, needed(low)
+    if need <= low:
         return low
-    high = low_need  # enough, for V falls with C
+    while not np.isfinite(need):
+        low, C = C, 1.05 * C
+        need = needed(C)
+    if need > C:
+        low = C
+    high = max(C, need)  # enough, for V falls with C
     while high - low > PRECISE * low:
         middle = max(low + 0.1 * PRECISE * low, min(high - 0.4 * PRECISE * low, (low + high) / 2))
         need = needed(middle)

@@ -99,6 +99,12 @@ class CostModel:
             value = getattr(model, name)
             if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
                 raise PlanError(f"{where}: {name} is {value!r}; a positive number is needed")
+        for name, values in model.fitted.items():
+            numbers = [v for v in values if isinstance(v, int | float) and math.isfinite(v) and v >= 0]
+            if len(values) != 4 or len(numbers) != 4 or not any(numbers):
+                raise PlanError(
+                    f"{where}: fitted {name} is {values!r}; four numbers of at least 0 are needed, not all 0"
+                )
         return model
 
     @staticmethod

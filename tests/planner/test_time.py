@@ -8,7 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from planner import CostModel, Options, PlanError, StepCost, cost_model, fit_time, make_plan
+from planner import (
+    CostModel,
+    Effort,
+    Options,
+    PlanError,
+    StepCost,
+    check_plan,
+    cost_model,
+    explain_plan,
+    fit_time,
+    make_plan,
+)
 from planner.devices import DEVICES, cpu_device
 from planner.fit import TimePoint
 from tests.planner.problems import QWEN, TINY, cluster, job
@@ -64,6 +75,24 @@ def test_a_fitted_entry_wins(tmp_path):
     assert plan.packs[0].step_s == pytest.approx(0.5, rel=1e-3)
 
 
+@pytest.mark.parametrize("values", [[0.5, 0.0, 0.0, 0.0], [0.5, 0.0, 1e-4, 0.0], [0.0, 0.0, 1e-4, 0.0]])
+@pytest.mark.parametrize("count", [5, 40])
+def test_a_step_may_cost_nothing_a_token(values, count):
+    """Non-negative least squares on noisy points may find c = 0: a baseline's step is then its launch alone."""
+    on = cluster(2)
+    fitted = {f"tiny-1B/{d}/{policy}/bf16": values for d in (1, 2) for policy in ("none", "dots", "layer")}
+    model = CostModel.from_json(replace(cost_model(on.spec), fitted=fitted).to_json())
+    jobs = [job(i, 8 * 2 ** (i % 3), 2 ** (i % 3)) for i in range(count)]
+    plan = make_plan(jobs, TINY, on, cost_model=model, options=Options(effort=Effort(2, 60)))
+    launch = model.launch_s * 16 / 28
+    free = [0.0, 0.0]
+    for batch in (j.batch_size for j in jobs):
+        free[free.index(min(free))] += -(-900 // batch) * launch
+    assert plan.baselines["min_gpu_s"] == pytest.approx(max(free), rel=0.3)
+    assert check_plan(plan, jobs, TINY, on, model) == []
+    assert explain_plan(plan, jobs, TINY, on, cost_model=model)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -76,6 +105,8 @@ def test_a_fitted_entry_wins(tmp_path):
             json.dumps({"device": "x", "flops": -1, "adapter_flops": 1, "bandwidth": 1, "layer_s": 0}),
             "flops is -1",
         ),
+        (replace(cost_model(DEVICES["A100-40GB"]), fitted={"x": [0, 0, 0, 0]}).to_json(), "fitted x"),
+        (replace(cost_model(DEVICES["A100-40GB"]), fitted={"x": [1, -1, 0, 0]}).to_json(), "fitted x"),
     ],
 )
 def test_a_bad_cost_model_is_refused(text, words):
