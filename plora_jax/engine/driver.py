@@ -159,7 +159,10 @@ def _unfinished(out: Path, jobs: Sequence[Job]) -> list[Job]:
     state = journal.refresh()
     whole = {result.job.job_id for result in read_results(run, state.jobs)} | state.withdrawn
     open_jobs = {
-        job_id for name, pack in state.packs.items() if name not in state.done for job_id in pack["jobs"]
+        place["job_id"]
+        for name, pack in state.packs.items()
+        if name not in state.done
+        for place in pack["assign"]
     }
     journal.close()
     drawn = any("corners" in pack for pack in state.packs.values())

@@ -8,6 +8,7 @@ again from a checkpoint finds the decisions it made before and makes them again,
 import errno
 import fcntl
 import json
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -158,6 +159,14 @@ class RunState:
         if "for" in line:
             self.owner[line["for"]] = line["pack"]
             self.stands[line["job_id"]] = line["for"]
+        else:
+            self._adopt(line["job_id"], line["pack"], line["slot"])
+
+    def _adopt(self, job_id: str, pack: str, slot: int) -> None:
+        """Plan a job into the pack that took it from another one: if it is lost there, it waits there."""
+        planned = self.packs[pack]["assign"]
+        if job_id not in self.stands and all(place["job_id"] != job_id for place in planned):
+            planned.append({"job_id": job_id, "slot": slot, "start_s": math.inf})
 
     def _score(self, line: dict[str, Any]) -> None:
         self.scores[line["job_id"], line["step"]] = line
