@@ -11,7 +11,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +38,9 @@ class RunState:
     packs: dict[str, dict[str, Any]] = field(
         default_factory=dict
     )  # by pack id: a pack of a plan, as plan.json has it
+    scale: dict[str, float] = field(
+        default_factory=dict
+    )  # by pack id: how many times slower than by the cost model its steps are planned
     claims: dict[str, int] = field(default_factory=dict)  # by pack id: how often a worker began it
     causes: dict[str, list[str]] = field(default_factory=dict)  # by pack id: why a worker lost it
     limits: dict[str, dict[str, Any]] = field(
@@ -115,6 +118,7 @@ class RunState:
         for name in line.get("replaces", ()):
             self.packs.pop(name, None)
         self.packs |= line["packs"]
+        self.scale |= dict.fromkeys(line["packs"], line.get("scale", 1.0))
         self.done -= {TEST, *line["packs"]}
 
     def _claim(self, line: dict[str, Any]) -> None:
@@ -228,24 +232,37 @@ class Journal:
         """Append decisions that belong together, flushed to disk once."""
         with self.locked():
             now = round(time.time(), 3)  # for the reader of a report: nothing is decided by it
-            made = [{"kind": kind, "time": now, **fields} for kind, fields in lines]
+            made = [
+                json.dumps({"kind": kind, "time": now, **fields}, ensure_ascii=False) for kind, fields in lines
+            ]
             fault("journal")
-            data = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in made).encode()
+            data = "".join(line + "\n" for line in made).encode()
             with naming(self.path):
                 if self._file.write(data) < len(data):  # the half line is cut by whoever appends next
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 os.fsync(self._file.fileno())
             self._read_to += len(data)
             for line in made:
-                self.state.apply(line)
+                self.state.apply(json.loads(line))  # as everyone else reads it
         fault("journal-act")
 
-    def add_plan(self, jobs: dict[str, dict[str, Any]], packs: list[dict[str, Any]]) -> None:
-        """Add jobs (their fields, by job_id) and the packs they are planned into, as plan.json has them."""
+    def add_plan(
+        self,
+        jobs: dict[str, dict[str, Any]],
+        packs: list[dict[str, Any]],
+        *,
+        replaces: Sequence[str] = (),
+        scale: float = 1.0,
+    ) -> None:
+        """Add jobs (their fields, by job_id) and the packs they are planned into, as plan.json has them.
+
+        Packs that nobody has begun can be replaced; `scale` is how much slower than the cost model they are planned.
+        """
         with self.locked() as state:
             first = 1 + max((int(name.split("-")[1]) for name in state.packs), default=0)
             named = {f"pack-{number:03d}": pack for number, pack in enumerate(packs, first)}
-            self.extend([("jobs", {"jobs": jobs}), ("packs", {"packs": named})])
+            added = ("packs", {"packs": named, "replaces": list(replaces), "scale": scale})
+            self.extend([("jobs", {"jobs": jobs}), added] if jobs else [added])
 
     @property
     def devices(self) -> planner.Devices:
