@@ -48,6 +48,13 @@ class Pack:
         """Return the number of slots."""
         return len(self.slots)
 
+    @staticmethod
+    def from_dict(raw: dict[str, Any]) -> "Pack":
+        """Read a pack as plan.json has it."""
+        tuples: dict[str, Any] = {name: tuple(raw[name]) for name in ("jobs", "length_buckets", "devices")}
+        slots = tuple(slot["bucket"] for slot in raw["slots"])
+        return Pack(**{**raw, **tuples, "slots": slots, "assign": tuple(Assign(**a) for a in raw["assign"])})
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -99,13 +106,7 @@ class Plan:
             if raw["schema"] != SCHEMA:
                 raise PlanError(f"plan has schema {raw['schema']}; this version reads schema {SCHEMA}")
             raw = {key: value for key, value in raw.items() if key not in ("schema", "gap")}
-            packs = tuple(_pack(pack) for pack in raw.pop("packs"))
+            packs = tuple(Pack.from_dict(pack) for pack in raw.pop("packs"))
             return Plan(**{**raw, "packs": packs, "notes": tuple(raw.get("notes", ()))})
         except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             raise PlanError(f"this is not a plan: {type(error).__name__}: {error}") from None
-
-
-def _pack(raw: dict[str, Any]) -> Pack:
-    tuples: dict[str, Any] = {name: tuple(raw[name]) for name in ("jobs", "length_buckets", "devices")}
-    slots = tuple(slot["bucket"] for slot in raw["slots"])
-    return Pack(**{**raw, **tuples, "slots": slots, "assign": tuple(Assign(**a) for a in raw["assign"])})

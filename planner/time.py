@@ -7,7 +7,7 @@ a file written by `plora profile`, or from a fit (planner/fit.py); a fitted entr
 
 import json
 import math
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -148,6 +148,21 @@ class CostModel:
             c=(products / self.flops * factor + attention) / speedup,
             a0=traffic / degree,
             a1=6.0 * params / self.adapter_flops / speedup,
+        )
+
+    def slowed(self, factor: float) -> "CostModel":
+        """Return the model of a device whose every step takes `factor` times as long; loading, compiling and
+        export stay as they are.
+        """
+        return replace(
+            self,
+            flops=self.flops / factor,
+            adapter_flops=self.adapter_flops / factor,
+            attention_flops=self.attention_flops / factor,
+            bandwidth=self.bandwidth / factor,
+            layer_s=self.layer_s * factor,
+            step_s=self.step_s * factor,
+            fitted={key: [factor * number for number in numbers] for key, numbers in self.fitted.items()},
         )
 
     def efficiency(self, degree: int) -> float:

@@ -95,10 +95,12 @@ def plan_jobs(
     *,
     corners: Sequence[Job] = (),
     cost_model: planner.CostModel | None = None,
+    incumbent: planner.Plan | None = None,
 ) -> planner.Plan:
     """Plan jobs whose data is read: `train` holds each job's rows, `scored` the tokens it is scored on.
 
-    With `corners`, which ask for all that a search space can, the jobs are places for any job of the space.
+    With `corners`, which ask for all that a search space can, the jobs are places for any job of the space. An
+    `incumbent` is an earlier plan that takes part.
 
     Raises:
       UserError: no plan is possible, or the sweep names other devices than this process has.
@@ -109,7 +111,7 @@ def plan_jobs(
     if corners:
         most = [job_spec(job, examples_size(train[job.job_id]), sweep.data.train) for job in corners]
         specs = _widened(specs, most)
-    return solve(_problem(sweep, config, jobs, specs, devices), cost_model)
+    return solve(_problem(sweep, config, jobs, specs, devices), cost_model, incumbent)
 
 
 def _widened(specs: Sequence[planner.JobSpec], corners: Sequence[planner.JobSpec]) -> list[planner.JobSpec]:
@@ -183,13 +185,19 @@ def _stops(config: EarlyStop) -> Callable[[planner.JobSpec, Random], float] | No
     return lambda job, rng: stops[bracket_of(job.job_id, config)](job, rng)
 
 
-def solve(problem: Problem, cost_model: planner.CostModel | None = None) -> planner.Plan:
+def solve(
+    problem: Problem,
+    cost_model: planner.CostModel | None = None,
+    incumbent: planner.Plan | None = None,
+) -> planner.Plan:
     """Plan a problem; the plan's `jobs` carry the fields of the sweep beside the planner's.
+
+    With an `incumbent` other methods than ours are not run.
 
     Raises:
       UserError: no plan is possible; the message says why.
     """
-    options = planner.Options(early_stop=_stops(problem.early_stop))
+    options = planner.Options(early_stop=_stops(problem.early_stop), baselines=incumbent is None)
     try:
         plan = planner.make_plan(
             problem.specs,
@@ -198,6 +206,7 @@ def solve(problem: Problem, cost_model: planner.CostModel | None = None) -> plan
             precision=problem.precision,
             cost_model=cost_model,
             options=options,
+            incumbent=incumbent,
         )
     except planner.PlanError as error:
         raise UserError(str(error)) from None

@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+import time
 
 import jax
 import pytest
@@ -38,6 +39,15 @@ def test_the_nth_time_and_no_other():
     assert told.value.errno == errno.ENOSPC
 
 
+def test_each_time_a_slow_device():
+    arm("step:*=wait+30,step:2=error")
+    began = time.monotonic()
+    fault("step")
+    with pytest.raises(RuntimeError, match="step:2=error"):
+        fault("step")
+    assert 0.06 <= time.monotonic() - began < 1
+
+
 def test_out_of_memory_is_what_xla_raises():
     with pytest.raises(jax.errors.JaxRuntimeError) as real:
         jax.numpy.zeros((1 << 50,), "int8").block_until_ready()
@@ -60,7 +70,9 @@ def test_once_over_all_restarts(tmp_path):
             fault("a")
 
 
-@pytest.mark.parametrize("spec", ["step", "step=boom", "step:x=kill", "=kill", "step:2=kill+"])
+@pytest.mark.parametrize(
+    "spec", ["step", "step=boom", "step:x=kill", "step:**=wait", "=kill", "step:2=kill+"]
+)
 def test_a_wrong_entry_is_named(spec):
     with pytest.raises(ValueError, match="PLORA_FAULT"):
         arm(spec)

@@ -2,8 +2,10 @@
 
 import pytest
 
+import planner
 from plora_jax.engine.driver import _unfinished
-from plora_jax.engine.journal import Journal
+from plora_jax.engine.journal import Journal, RunState
+from plora_jax.engine.replan import Replan, Seen, measured, open_packs, replan
 from plora_jax.jobs import Job
 
 JOBS = {job.job_id: job for job in (Job(learning_rate=0.01 * n, rank=4) for n in range(1, 7))}
@@ -46,7 +48,8 @@ def pack(*jobs, slots=2, device=0, start_s=0.0, step_s=0.1, steps=100, setup_s=5
 def journal(tmp_path):
     """Hold the journal of a run of two packs of two jobs each."""
     journal = Journal(tmp_path / "journal.jsonl")
-    journal.append("settings", settings={"scope": "sweep"})
+    settings = {"scope": "sweep", "reproducible": False, "devices": {"count": 2}}
+    journal.append("settings", settings=settings)
     journal.add_plan(
         {name: JOBS[name].to_dict() for name in (A, B, C, D)}, [pack(A, B), pack(C, D, device=1)]
     )
@@ -76,3 +79,109 @@ def test_a_job_that_another_pack_took_is_lost_with_neither(journal):
     journal.append("limit", pack="pack-001", slots=[{"bucket": 8}], m=1, policy="layer")
     assert journal.state.waiting("pack-001") == [B, D]
     assert not journal.state.finished
+
+
+SPECS = {
+    name: planner.JobSpec(name, 4, 4, 400 * n, 9.0, 10, "rows", eval_tokens=30)
+    for n, name in enumerate(JOBS, 1)
+}
+SHAPE = planner.decoder_shape("tiny", 2, 16, 32, 2, 1, 8, 64, tied=True)
+CPU = planner.cpu_device(8 * 10**9, 2)
+
+
+def solve(names, scale, packs, slots=2):
+    """Plan with the real planner, two slots a pack."""
+    cost = planner.cost_model(CPU.spec).slowed(scale)
+    options = planner.Options(max_slots=slots, baselines=False)
+    specs = [SPECS[name] for name in names]
+    return planner.make_plan(specs, SHAPE, CPU, precision="fp32", cost_model=cost, options=options)
+
+
+@pytest.fixture
+def begun(tmp_path):
+    """Hold the journal of a run of three planned packs, the first of which a worker trains."""
+    journal = Journal(tmp_path / "journal.jsonl")
+    settings = {"scope": "sweep", "reproducible": False, "devices": {"count": 1}}
+    journal.append("settings", settings=settings)
+    jobs = {name: job.to_dict() for name, job in JOBS.items()}
+    journal.add_plan(jobs, [solve(pair, 1.0, []).to_dict()["packs"][0] for pair in ((A, B), (C, D), (E, F))])
+    place(journal, "pack-001", A, B)
+    yield journal
+    journal.close()
+
+
+def planned(packs):
+    return sorted(place["job_id"] for pack in packs for place in pack["assign"])
+
+
+@pytest.mark.parametrize("pace", [3.0, 1.2, 0.8])
+def test_what_nobody_has_begun_is_planned_again_at_the_measured_pace(begun, pace):
+    before = {name: dict(pack) for name, pack in begun.state.packs.items()}
+    found = replan(begun.state, [Seen("pack-001", 10, pace)], solve)
+    assert found and found.replaces == ["pack-002", "pack-003"] and found.scale == pytest.approx(pace)
+    assert planned(found.packs) == sorted([C, D, E, F])  # each once, and none that is in training
+    step_s = {pack["m"]: pack["step_s"] for pack in before.values()}
+    assert all(pack["step_s"] == pytest.approx(pace * step_s[pack["m"]]) for pack in found.packs)
+    # by hand: the rest of the first pack, then one after another
+    first, *rest = before.values()
+    left = (first["steps"] - 10) * first["step_s"]
+    whole = [pack["end_s"] - pack["start_s"] - pack["setup_s"] for pack in rest]
+    setup = sum(pack["setup_s"] for pack in rest)
+    assert found.planned_s == pytest.approx(left + setup + sum(whole))
+    assert found.kept_s == pytest.approx(pace * left + setup + pace * sum(whole))
+    assert found.left_s <= found.kept_s
+    assert begun.state.packs == before  # a decision alone changes nothing
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        [],
+        [Seen("pack-001", 10, 1.09)],
+        [Seen("pack-001", 10, 0.91)],
+        [Seen("base", 0, 3.0)],
+        [Seen("pack-001", 10, 3.0), Seen("pack-001", 10, 1.0), Seen("pack-001", 10, 1.0)],  # one slow device
+    ],
+)
+def test_the_plan_stays_when_the_pace_is_that_of_the_plan(begun, seen):
+    def never(*_):
+        raise AssertionError("nothing is to be solved")
+
+    assert replan(begun.state, seen, never) is None
+
+
+def test_the_plan_stays_when_no_plan_ends_earlier_or_none_is_found(begun):
+    seen = [Seen("pack-001", 10, 2.0)]
+    assert replan(begun.state, seen, lambda *_: None) is None
+    assert replan(begun.state, seen, lambda names, scale, _: solve(names, 30 * scale, [])) is None
+
+
+def test_what_was_begun_or_ended_is_never_planned_again(begun):
+    place(begun, "pack-002", C)
+    begun.append("yielded", pack="pack-002")
+    begun.append(
+        "settings", settings={}
+    )  # a run that goes on: whoever had a pack is gone, and it has a checkpoint
+    begun.append("place", pack="pack-001", at=20, slot=0, job_id=F)  # taken from the third pack
+    assert open_packs(begun.state) == {"pack-003": [E]}
+    found = replan(begun.state, [Seen("pack-001", 30, 2.0)], solve)
+    assert found and found.replaces == ["pack-003"] and planned(found.packs) == [E]
+    begun.append("withdraw", job_id=E)
+    assert replan(begun.state, [Seen("pack-001", 30, 2.0)], solve) is None
+
+
+def test_the_journal_folds_to_the_new_packs(begun):
+    found = replan(begun.state, [Seen("pack-001", 10, 2.0)], solve)
+    assert isinstance(found, Replan)
+    begun.add_plan({}, found.packs, replaces=found.replaces, scale=found.scale)
+    names = [name for name in begun.state.packs if name != "pack-001"]
+    assert names == [f"pack-{4 + i:03d}" for i in range(len(found.packs))]  # no name is used twice
+    assert sorted(job for name in names for job in begun.state.waiting(name)) == sorted([C, D, E, F])
+    # the first pack is planned by the cost model, the others for a device half as fast: that is no drift any more
+    seen = [Seen("pack-001", 40, 2.0)]
+    assert measured(begun.state, seen) == pytest.approx(2.0) and replan(begun.state, seen, solve) is None
+    assert measured(begun.state, [Seen(names[0], 9, 1.5)]) == pytest.approx(3.0)
+    again = Journal(begun.path)
+    assert again.refresh() == begun.state and again.state.scale == begun.state.scale
+    again.close()
+    assert isinstance(begun.state, RunState)

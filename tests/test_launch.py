@@ -8,6 +8,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -193,7 +194,8 @@ def test_the_driver_does_not_wait_for_a_worker_that_no_work_is_left_for(tmp_path
         journal = Journal(run.path / "journal.jsonl")
         for name in (BASE, TEST):
             journal.append("done", pack=name)
-        watch = _Watch(run, journal, progress, Feed(run, {}, (), "", print), {})
+        replanner: Any = None  # nothing runs
+        watch = _Watch(run, journal, progress, Feed(run, {}, (), "", print), {}, replanner)
         pool = Pool(Waiting)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine, "END_S", 0.5)

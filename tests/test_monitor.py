@@ -1,4 +1,4 @@
-"""What a process uses, against the system's own numbers; departures of step times from the plan."""
+"""What a process uses, against the system's own numbers; how steps keep to the plan's times."""
 
 import os
 import resource
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from plora_jax.engine import monitor
-from plora_jax.engine.monitor import StepTime, drift, resident_bytes, sample
+from plora_jax.engine.monitor import Pace, resident_bytes, sample
 
 
 def test_resident_memory_follows_what_is_held():
@@ -90,30 +90,41 @@ def test_gpus_as_nvml_tells(monkeypatch, visible, uuids):
         assert gpu == (whole if gpu["uuid"] == "GPU-a" else {"uuid": "GPU-b", "error": "GPU is lost"})
 
 
-def steps(ratio, count=40, compile_s=30.0, shapes=2):
-    """Micro-steps of several shapes, the first of each compiled, that take `ratio` of their planned times."""
-    planned = {shape: 0.1 * (1 + shape) for shape in range(shapes)}
-    first = [StepTime(shape, planned[shape], compile_s) for shape in range(shapes)]
-    return first + [
-        StepTime(i % shapes, planned[i % shapes], ratio * planned[i % shapes]) for i in range(count)
-    ]
+def pace(ratio, count=40, compile_s=30.0, shapes=2, pauses=0):
+    """Tell the pace of micro-steps of several lengths, the first of each compiled, planned at 0.15 s on average."""
+    planned = [0.1 * 2 * (1 + shape) / (1 + shapes) * 1.5 for shape in range(shapes)]
+    told, waited = Pace(0.15), None
+    for i in range(count):
+        shape = i % shapes
+        seconds = ratio * planned[waited] if waited is not None else 0.001
+        seconds += compile_s if i < shapes else 20.0 if i < shapes + pauses else 0.0
+        told.add(shape, waited, seconds)
+        waited = shape
+    return told
 
 
-@pytest.mark.parametrize(
-    ("ratio", "found"), [(1.0, None), (1.09, None), (0.91, None), (1.12, 1.12), (2.0, 2.0), (0.5, 0.5)]
-)
-def test_drift_of_more_than_a_tenth(ratio, found):
-    assert drift(steps(ratio)) == (None if found is None else pytest.approx(found))
+@pytest.mark.parametrize("ratio", [1.0, 1.3, 0.5])
+@pytest.mark.parametrize("shapes", [1, 2, 4])
+def test_the_pace_is_that_of_the_mean_step(ratio, shapes):
+    assert pace(ratio, count=20 * shapes + shapes, shapes=shapes).factor() == pytest.approx(ratio)
 
 
-def test_neither_compilation_nor_a_pause_is_drift():
-    assert drift(steps(1.0, count=8, shapes=8)) is None  # half of all steps compiled
-    paused = steps(1.0)
-    paused[10:25] = [step._replace(measured_s=20.0) for step in paused[10:25]]
-    assert drift(paused) is None
+def test_neither_compilation_nor_a_pause_changes_the_pace():
+    assert pace(1.0, shapes=1, pauses=15).factor() == pytest.approx(1.0)
+    assert pace(1.0, shapes=1, count=9, compile_s=1e9).factor() == pytest.approx(1.0)
 
 
-def test_a_few_steps_say_nothing_and_old_ones_are_forgotten():
-    assert drift([]) is None and drift(steps(3.0, count=7)) is None
-    assert drift(steps(3.0, count=8)) == pytest.approx(3.0)
-    assert drift(steps(3.0, count=100) + steps(1.0, count=70)[2:]) is None
+def test_a_few_steps_tell_no_pace_and_old_ones_are_forgotten():
+    assert Pace(0.1).factor() is None and pace(3.0, count=8, shapes=1).factor() is None
+    found = pace(3.0, count=9, shapes=1)
+    assert found.factor() == pytest.approx(3.0)
+    for _ in range(monitor.RECENT):
+        found.add(0, 0, 0.15)
+    assert found.factor() == pytest.approx(1.0)
+
+
+def test_a_step_that_was_not_waited_for_tells_nothing():
+    told = Pace(1.0)
+    for _ in range(20):
+        told.add(0, None, 1e-4)
+    assert told.factor() is None

@@ -23,6 +23,7 @@ from plora_jax.config.sweep import Sweep, make_sweep, resolved, unsupported
 from plora_jax.engine.inputs import input_digests
 from plora_jax.engine.journal import Journal
 from plora_jax.engine.progress import Progress, make_console, say
+from plora_jax.engine.replan import Replanner
 from plora_jax.engine.rundir import RunDirectory, check_unused, open_run, write_atomic, write_json
 from plora_jax.engine.task import Task, read_task, start_adapters
 from plora_jax.engine.trackers import Feed, check_trackers
@@ -108,12 +109,14 @@ def run_sweep(
         on_cpu = site.devices.spec.name == "cpu"
         by_steps = on_cpu if reproducible is None else reproducible
         scope = "pack" if by_steps and len(site.groups) > 1 else "sweep"
-        settings = {"scope": scope, "checkpoint_s": checkpoint_s, "devices": asdict(site.devices)}
+        settings = {"scope": scope, "reproducible": by_steps, "checkpoint_s": checkpoint_s}
+        settings |= {"devices": asdict(site.devices)}
         _write_start(run, journal, left, corners, plan, settings)
         work = {job.job_id: _work(job, task, scored[job.job_id]) for job in jobs}
         feed = Feed(run, journal.state.jobs, sweep.log.to, sweep.log.project, partial(say, console))
+        replanner = Replanner(run, journal, sweep, config, task, console)
         with Progress(console, sum(work.values())) as progress, closing(feed):
-            watch = _Watch(run, journal, progress, feed, work)
+            watch = _Watch(run, journal, progress, feed, work, replanner)
             if journal.refresh().finished:
                 pass
             elif site.launcher is None:
@@ -181,8 +184,9 @@ def _write_start(
 ) -> None:
     """Write down how this start runs, and what it adds: at first everything, later what was lost."""
     with journal.locked() as state:
-        before = state.settings.get("scope", settings["scope"])  # decisions go on as they were made
-        journal.append("settings", settings=settings | {"scope": before})
+        # decisions go on as they were made
+        before = {name: state.settings.get(name, settings[name]) for name in ("scope", "reproducible")}
+        journal.append("settings", settings=settings | before)
         if plan:
             write_atomic(run.path / "plan.json", plan.to_json())
             packs = plan.to_dict()["packs"]
@@ -211,8 +215,10 @@ class _Watch:
         progress: Progress,
         feed: Feed,
         work: Mapping[str, float],
+        replanner: Replanner,
     ) -> None:
         self.run, self.journal, self.progress, self.feed, self.work = run, journal, progress, feed, work
+        self.replanner = replanner
         self.sampled: dict[str, float] = {}
         self.fed = -math.inf
         self.done, self.tokens, self.phase, self.since = 0.0, 0, "", time.time()
@@ -227,6 +233,7 @@ class _Watch:
         if time.monotonic() - self.fed >= FEED_S:
             self.feed.poll()
             self.fed = time.monotonic()
+            self.replanner.look(self.workers.values())
         at_work = [
             str(w["pack"] if "-" in w["pack"] else w["phase"]) for w in self.workers.values() if w.get("pack")
         ]

@@ -1,9 +1,9 @@
 """Fault points: places where tests, by an environment variable, make a process die or fail as machines do.
 
-PLORA_FAULT holds `point[:n]=action`, several separated by commas: the n-th time (default: the first) that this
-process reaches the point, the action happens. Actions: `kill` and `term` (the signals, to itself), `exit` (at once,
-no clean-up), `error`, `oom` (as XLA reports a full device), `enospc` (a full disk). `kill+20` waits 20 ms, in the
-background.
+PLORA_FAULT holds `point[:n]=action`, several separated by commas: the n-th time (default: the first; `*`: each) that
+this process reaches the point, the action happens. Actions: `kill` and `term` (the signals, to itself), `exit` (at
+once, no clean-up), `error`, `oom` (as XLA reports a full device), `enospc` (a full disk), `wait`. `kill+20` waits 20
+ms, in the background; `wait+20` waits them there and then, as a slow device would.
 With PLORA_FAULT_ONCE=DIR each entry happens once over all processes that share DIR, restarted ones included.
 """
 
@@ -12,11 +12,12 @@ import os
 import re
 import signal
 import threading
+import time
 from pathlib import Path
 
-_ENTRY = re.compile(r"([\w.-]+)(?::(\d+))?=(kill|term|exit|error|oom|enospc)(?:\+(\d+))?")
+_ENTRY = re.compile(r"([\w.-]+)(?::(\d+|\*))?=(kill|term|exit|error|oom|enospc|wait)(?:\+(\d+))?")
 
-_entries: dict[tuple[str, int], tuple[str, int, str]] = {}  # point, n -> action, delay in ms, entry
+_entries: dict[tuple[str, str], tuple[str, int, str]] = {}  # point, n -> action, delay in ms, entry
 _reached: dict[str, int] = {}
 _once: Path | None = None
 
@@ -31,7 +32,7 @@ def arm(spec: str, once: str | None = None) -> None:
         if not (match := _ENTRY.fullmatch(entry)):
             raise ValueError(f"PLORA_FAULT: {entry!r} is not point[:n]=action[+ms]")
         point, n, action, delay = match.groups()
-        _entries[point, int(n or 1)] = action, int(delay or 0), entry
+        _entries[point, n or "1"] = action, int(delay or 0), entry
 
 
 def fault(point: str) -> None:
@@ -39,10 +40,12 @@ def fault(point: str) -> None:
     if not _entries:
         return
     _reached[point] = _reached.get(point, 0) + 1
-    if found := _entries.get((point, _reached[point])):
+    for found in filter(None, (_entries.get((point, n)) for n in ("*", str(_reached[point])))):
         action, delay, entry = found
         if _first(entry):
-            if delay:
+            if action == "wait":
+                time.sleep(delay / 1000)
+            elif delay:
                 threading.Timer(delay / 1000, _act, (action, entry)).start()
             else:
                 _act(action, entry)

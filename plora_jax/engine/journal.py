@@ -233,7 +233,8 @@ class Journal:
         with self.locked():
             now = round(time.time(), 3)  # for the reader of a report: nothing is decided by it
             made = [
-                json.dumps({"kind": kind, "time": now, **fields}, ensure_ascii=False) for kind, fields in lines
+                json.dumps({"kind": kind, "time": now, **fields}, ensure_ascii=False)
+                for kind, fields in lines
             ]
             fault("journal")
             data = "".join(line + "\n" for line in made).encode()

@@ -2,14 +2,14 @@
 
 import os
 import statistics
+from collections import deque
 from collections.abc import Hashable, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from plora_jax.machine import memory_bytes
 
-DRIFT = 0.1  # departure of step times from the plan that is worth another plan
-MIN_STEPS, RECENT = 8, 64
+MIN_STEPS, RECENT = 8, 128  # micro-steps that tell the pace of a pack, and that are remembered for it
 
 
 def sample(devices: Sequence[Any] = ()) -> dict[str, Any]:
@@ -94,27 +94,33 @@ def _gpu(uuid: str, handle: Any) -> dict[str, Any]:
     return {"uuid": uuid, **used, "utilisation": busy}
 
 
-class StepTime(NamedTuple):
-    """Hold one micro-step: its compiled shape, and the seconds it was planned to take and took."""
+class Pace:
+    """Compare the micro-steps of one pack with the seconds that its plan gives each of them."""
 
-    shape: Hashable
-    planned_s: float
-    measured_s: float
+    def __init__(self, planned_s: float) -> None:
+        self.planned_s = planned_s
+        self._compiled: set[Hashable] = set()
+        self._recent: deque[tuple[Hashable, float]] = deque(maxlen=RECENT)
 
+    def add(self, shape: Hashable, waited: Hashable | None, seconds: float) -> None:
+        """Take in the time of dispatching a micro-step of `shape` and waiting for the one before, of shape `waited`.
 
-def drift(steps: Sequence[StepTime], limit: float = DRIFT) -> float | None:
-    """Return by what factor recent micro-steps take longer than planned, None when within `limit` or not known yet.
+        None waited for says nothing of a step; nor does the first of a shape, which compiles it.
+        """
+        if waited is not None and shape in self._compiled:
+            self._recent.append((waited, seconds))
+        self._compiled.add(shape)
 
-    It is the median of measured over planned time, so that a pause of the machine does not count; the first step of
-    each shape, which compiles it, is left out. At least MIN_STEPS others are needed; the last RECENT count.
-    """
-    seen: set[Hashable] = set()
-    ratios = []
-    for step in steps:
-        if step.shape in seen:
-            ratios.append(step.measured_s / step.planned_s)
-        seen.add(step.shape)
-    if len(ratios) < MIN_STEPS:
-        return None
-    factor = statistics.median(ratios[-RECENT:])
-    return factor if abs(factor - 1) > limit else None
+    def factor(self) -> float | None:
+        """Return by what factor micro-steps take longer than planned, None before MIN_STEPS are known.
+
+        It is the mean over the last RECENT, each taken as the median of its shape, so that a pause of the machine
+        does not count.
+        """
+        if len(self._recent) < MIN_STEPS:
+            return None
+        times: dict[Hashable, list[float]] = {}
+        for shape, seconds in self._recent:
+            times.setdefault(shape, []).append(seconds)
+        total = sum(len(found) * statistics.median(found) for found in times.values())
+        return total / len(self._recent) / self.planned_s

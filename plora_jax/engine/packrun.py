@@ -11,6 +11,7 @@ from plora_jax.data.layout import steps_per_epoch, total_steps
 from plora_jax.engine.checkpoint import Checkpoints
 from plora_jax.engine.faults import fault
 from plora_jax.engine.journal import RunState
+from plora_jax.engine.monitor import Pace
 from plora_jax.engine.rundir import JsonLines, keep_lines
 from plora_jax.evaluation.metrics import higher_is_better
 from plora_jax.evaluation.scorer import Score
@@ -74,6 +75,8 @@ class PackRun:
         self.written = 0  # micro-step of the last checkpoint
         self.asked_at = 0.0  # when other packs' jobs were looked at
         self.slot_of = {a["job_id"]: a["slot"] for a in self.pack["assign"]}
+        self.pace = Pace(self.pack["step_s"])
+        self.as_planned = name not in state.limits
 
     def run(self) -> None:
         """Train until no slot has work and none is left for it.
@@ -103,10 +106,10 @@ class PackRun:
     # ---- one micro-step -------------------------------------------------------------------------------------------
 
     def _micro_step(self) -> None:
-        started = time.perf_counter()
-        tokens = self.trainer.advance()
+        started, trainer, waited = time.perf_counter(), self.trainer, self.trainer.unread
+        tokens = trainer.advance()
         fault("step")
-        trainer, at = self.trainer, self.trainer.micro_step
+        at, shape = trainer.micro_step, trainer.unread
         due = [j for j in trainer.slots if self._due(j)]
         if due:
             trainer.sync()
@@ -120,7 +123,10 @@ class PackRun:
                 self._end(j, "stopped", reason)
         self._fill()
         self._shrink(at)
-        self._report(tokens, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        if trainer.unread:  # it was not waited for
+            self.pace.add(shape, waited, seconds)
+        self._report(tokens, seconds)
 
     def _due(self, j: int) -> bool:
         held, step = self.held[j], self.trainer.step_of(j)
@@ -385,9 +391,11 @@ class PackRun:
         done = {
             self._held(j).job_id: self.trainer.step_of(j) / self._running(j).steps for j in self.trainer.slots
         }
+        whole = self.as_planned and self.trainer.spec.slots == len(self.pack["slots"])
+        pace, phase = self.pace.factor() if whole else None, f"training, {self.name}"
         self.worker.trained(tokens, seconds)
         self.worker.status(
-            phase=f"training, {self.name}", pack=self.name, micro_step=self.trainer.micro_step, jobs=done
+            phase=phase, pack=self.name, micro_step=self.trainer.micro_step, jobs=done, pace=pace
         )
 
     def _held(self, j: int) -> Held:

@@ -92,6 +92,7 @@ class Trainer:
         self.running: list[Running | None] = [None] * spec.slots
         self.micro_step = 0
         self._last: Metrics | None = None
+        self._shape: Shape | None = None  # of the last micro-step
         self._loader = PackLoader([None] * spec.slots, 1 if packing else m, shapes, group=m, fill=packing)
         self._use(spec)
         self.state = empty_pack(base.config, spec, weight_dtype(base))
@@ -128,9 +129,15 @@ class Trainer:
         batch = next(self._loader)
         self.state, metrics = self._step(self.state, self.base.params, batch)
         self.micro_step += 1
+        self._shape = Shape(batch.tokens.shape[-1], batch.trained.shape[-1])
         last, self._last = self._last, metrics
         self._read(last)
         return int((batch.rows >= 0).sum())
+
+    @property
+    def unread(self) -> Shape | None:
+        """Return the shape of the micro-step whose metrics are not read yet, None when all are."""
+        return None if self._last is None else self._shape
 
     def sync(self) -> None:
         """Read the metrics of the last micro-step, which waits for it."""

@@ -54,6 +54,17 @@ def test_more_devices_are_faster_but_never_as_much():
     assert all(a / b < 2 for a, b in pairwise(times))
 
 
+@pytest.mark.parametrize("fitted", [{}, {"Qwen2.5-7B/1/none/bf16": [0.03, 5e-5, 2e-5, 3e-8]}])
+def test_a_slowed_device_takes_so_many_times_as_long_for_a_step_and_for_nothing_else(fitted):
+    model = replace(cost_model(DEVICES["H200"]), fitted=fitted)
+    slow = model.slowed(1.7)
+    for S in (64, 1024):
+        before, after = (m.step_cost(QWEN, 1, "none", "bf16", S).seconds(8, 1, S, 32) for m in (model, slow))
+        assert after == pytest.approx(1.7 * before)
+    same = ("compile_s", "export_s", "load_s", "load_bytes_s", "memory", "scaling", "recompute")
+    assert all(getattr(model, name) == getattr(slow, name) for name in same)
+
+
 def test_cpu_speed_grows_with_cores():
     one, four = (cost_model(cpu_device(8 * 10**9, n).spec) for n in (1, 4))
     assert four.flops == 4 * one.flops
