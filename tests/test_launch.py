@@ -8,6 +8,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,11 @@ QUICK = partial(Restarts, first_s=0.05)
 def pids(run: Path, worker: str = "0") -> list[int]:
     path = run / f"begun-{worker}"
     return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+
+def watch_of(run, journal, progress):
+    replanner: Any = SimpleNamespace(look=lambda workers: None)
+    return _Watch(run, journal, progress, Feed(run, {}, (), "", print), {}, replanner)
 
 
 def test_workers_that_are_done_leave(tmp_path):
@@ -194,10 +200,36 @@ def test_the_driver_does_not_wait_for_a_worker_that_no_work_is_left_for(tmp_path
         journal = Journal(run.path / "journal.jsonl")
         for name in (BASE, TEST):
             journal.append("done", pack=name)
-        replanner: Any = None  # nothing runs
-        watch = _Watch(run, journal, progress, Feed(run, {}, (), "", print), {}, replanner)
+        watch = watch_of(run, journal, progress)
         pool = Pool(Waiting)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine, "END_S", 0.5)
             _drive(pool, [Group("0")], run, console, watch)
         assert pool.alive() == []
+
+
+def test_the_report_is_written_while_the_run_goes_on_when_there_is_news(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine, "REPORT_S", 0.0)
+    console = Console(file=io.StringIO())
+    with open_run(tmp_path / "run", resume=False) as run, Progress(console, 1.0) as progress:
+        watch, page = watch_of(run, Journal(run.path / "journal.jsonl"), progress), run.path / "report.html"
+
+        def written(tokens):
+            watch.report_at = min(watch.report_at, time.monotonic())
+            watch.update("0", {"time": time.time(), "pack": "pack-001", "tokens": tokens, "jobs": {}})
+            return page.stat().st_mtime_ns if page.exists() else None
+
+        assert written(0) is None
+        first = written(100)
+        assert first and "<html" in page.read_text()
+        assert written(100) == first and (second := written(200)) > first
+        watch.report_at = time.monotonic() + 60  # not time yet
+        watch.update("0", {"time": time.time(), "pack": "pack-001", "tokens": 300, "jobs": {}})
+        assert page.stat().st_mtime_ns == second
+
+        def broken(path):
+            raise ValueError("a fault of the page")
+
+        monkeypatch.setattr(engine, "write_report", broken)
+        written(400)
+    assert '"cause": "report.html: a fault of the page"' in (tmp_path / "run/events.jsonl").read_text()

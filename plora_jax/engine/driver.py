@@ -46,6 +46,7 @@ from plora_jax.search.drawing import corner_jobs
 TRAINING_WORK = 2.0
 FEED_S = 2.0  # seconds between two looks at what trackers get
 END_S = 5.0  # seconds for workers to end once nothing is left to do
+REPORT_S = 30.0  # seconds between two writings of report.html, at least; of what is new
 SAMPLE_S = 10.0  # seconds between two lines of a worker's measurements in events.jsonl
 UNSAMPLED = ("time", "pid", "host", "jobs", "phase")
 
@@ -220,7 +221,7 @@ class _Watch:
         self.run, self.journal, self.progress, self.feed, self.work = run, journal, progress, feed, work
         self.replanner = replanner
         self.sampled: dict[str, float] = {}
-        self.fed = -math.inf
+        self.fed, self.report_at = -math.inf, time.monotonic() + REPORT_S
         self.done, self.tokens, self.phase, self.since = 0.0, 0, "", time.time()
         self.workers: dict[str, dict[str, Any]] = {}
 
@@ -251,7 +252,19 @@ class _Watch:
         note = f"loss {loss:.3f}" if loss is not None else ""
         if done > self.done or tokens > self.tokens:
             self.progress.advance(max(done - self.done, 0.0), max(tokens - self.tokens, 0), note)
+            self._report()
         self.done, self.tokens = max(done, self.done), tokens
+
+    def _report(self) -> None:
+        """Write report.html when it is time, in at most a fiftieth of it."""
+        began = time.monotonic()
+        if began >= self.report_at:
+            try:
+                write_report(self.run.path)
+            except Exception as error:  # for which no sweep ends
+                self.run.event("error", cause=f"report.html: {error}")
+            now = time.monotonic()
+            self.report_at = now + max(REPORT_S, 50 * (now - began))
 
 
 def _work_here(run: RunDirectory, base: Base | None, task: Task, console: Console, watch: _Watch) -> None:
