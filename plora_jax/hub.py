@@ -28,8 +28,8 @@ def why_unreachable(seconds: float = SECONDS) -> str:
         try:
             socket.create_connection((host, port), timeout=seconds).close()
             answer.append("")
-        except OSError as error:
-            answer.append(f"{host} cannot be reached: {error.strerror or error}")
+        except (OSError, ValueError, OverflowError) as error:  # a name or a port that cannot be one
+            answer.append(f"{host} cannot be reached: {getattr(error, 'strerror', '') or error}")
 
     thread = threading.Thread(target=connect, daemon=True)  # looking up a name knows no time limit
     thread.start()

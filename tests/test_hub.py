@@ -1,6 +1,7 @@
 """Whether the hub answers is known in seconds, whatever the network does."""
 
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -44,10 +45,27 @@ def test_a_hub_that_listens_is_reachable_and_one_that_does_not_is_not(
 
 
 def test_a_name_server_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(30))
+    over = threading.Event()
+
+    def hang(*_: object, **__: object) -> None:
+        over.wait(30)
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
     started = time.perf_counter()
     assert why_unreachable(0.2) == "huggingface.co gives no answer within 0 s"
     assert time.perf_counter() - started < 2
+    over.set()
+
+
+@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:99999", f"https://{'a' * 70}.example"])
+def test_an_endpoint_that_cannot_be_one_is_said_at_once(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    started = time.perf_counter()
+    assert f"{hub_host()[0]} cannot be reached: " in why_unreachable(10)
+    assert time.perf_counter() - started < 5
 
 
 def test_models_and_data_that_only_the_hub_has_are_refused_at_once(
