@@ -136,6 +136,18 @@ def test_a_stopped_jobs_slot_is_refilled_by_the_same_program(root, tmp_path, two
     assert went[1].startswith(went[0])
 
 
+def test_a_job_that_diverges_is_told_from_the_base_model_at_its_first_score(root, tmp_path):
+    stop = {"method": "plateau", "max_loss_ratio": 1.0, "every": 0.25}
+    train, search = {"scheduler": "constant", "max_grad_norm": 0}, {"learning_rate": [0.01, 1.0], "rank": [4]}
+    often = {"every_steps": 1}
+    rows = run(root, tmp_path / "run", search=search, train=train, eval=often, early_stop=stop)
+    base = json.loads((tmp_path / "run" / "leaderboard.json").read_text())["base"]["loss"]
+    sound, lost = sorted(rows.values(), key=lambda row: row["learning_rate"])
+    assert sound["status"] == "completed" and sound["loss"] < base
+    assert lost["status"] == "stopped" and lost["steps"] == 1 and lost["loss"] > base
+    assert f"diverged: held-out loss {lost['loss']:.4g}, {base:.4g} at the start" in lost["reason"]
+
+
 def test_out_of_memory_shrinks_the_program_and_the_run_goes_on(root, tmp_path, arm):
     search = {"learning_rate": [0.01, 0.02, 0.03, 0.05], "rank": [4]}
     whole = run(root, tmp_path / "whole", search=search)

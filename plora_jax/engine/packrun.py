@@ -47,6 +47,7 @@ class PackRun:
     def __init__(self, worker: "Worker", name: str) -> None:
         self.worker, self.name = worker, name
         self.run_dir, self.journal, self.sweep = worker.run, worker.journal, worker.sweep
+        self.rule = worker.rule
         state = self.journal.refresh()
         self.pack = state.packs[name]
         now = self.pack | state.limits.get(name, {})
@@ -197,7 +198,7 @@ class PackRun:
                     for name, points in state.points.items()
                     if not mine or state.owner.get(name) == self.name
                 }
-                verdict = self.worker.rule.decide(job_id, history)
+                verdict = self.rule.decide(job_id, history)
                 self.journal.append(
                     "verdict", job_id=job_id, step=step, stop=verdict.stop, reason=verdict.reason
                 )
@@ -304,7 +305,7 @@ class PackRun:
     def _due_steps(self, item: Work, total: int) -> list[int]:
         """List the optimizer steps after which a job is scored."""
         per_epoch = steps_per_epoch(len(item.examples), item.job.batch_size)
-        return self.sweep.eval.steps(total, per_epoch, self.worker.rule.rungs())
+        return self.sweep.eval.steps(total, per_epoch, self.rule.rungs())
 
     def _end(self, j: int, status: str, reason: str) -> None:
         """Export and record what a slot's job has come to, unless that was done before, and free the slot."""

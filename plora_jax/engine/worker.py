@@ -37,7 +37,7 @@ from plora_jax.jobs import Job
 from plora_jax.models.load import Base, load_base
 from plora_jax.peft import import_adapter
 from plora_jax.search.drawing import Drawer
-from plora_jax.search.early_stop import make_rule
+from plora_jax.search.early_stop import Rule, make_rule
 from plora_jax.training.compiled import keep_programs
 from plora_jax.training.trainer import Trained, Work
 
@@ -79,7 +79,6 @@ class Worker:
         self.base = base or load_base(self.sweep.model, precision=self.sweep.precision.base)  # type: ignore[arg-type]
         self.scorer = Scorer(self.base, runtime_for(self.base))
         self.higher_is_better = higher_is_better(self.sweep.data.metric, self.sweep.base_dir)
-        self.rule = make_rule(self.sweep.early_stop, self.higher_is_better)
         self.on_status, self.asked = on_status, 0
         self._status: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname()}
         self._wrote, self.tokens = 0.0, 0
@@ -278,6 +277,15 @@ class Worker:
         return self.work_of(self._job(job_id))
 
     @cached_property
+    def rule(self) -> Rule:
+        """Return what stops jobs; one that compares with the base model has that scored first, whoever comes to it."""
+        stop, loss = self.sweep.early_stop, None
+        if stop.method == "plateau":
+            self.score_base()
+            loss = self.run.read_json("base.json")["loss"]
+        return make_rule(stop, self.higher_is_better, loss)
+
+    @cached_property
     def drawer(self) -> Drawer:
         """Return what draws the jobs of a sweep that does not know them beforehand."""
         return Drawer(self.sweep, self.journal, self.higher_is_better)
@@ -285,7 +293,9 @@ class Worker:
     # ---- scores that are not a job's -----------------------------------------------------------------------------
 
     def score_base(self) -> None:
-        """Score the base model on the held-out rows, for the leaderboard's first line."""
+        """Score the base model on the held-out rows, for the leaderboard's first line, unless it is done."""
+        if self.run.read_json("base.json"):
+            return
         self.status(phase="scoring the base model", pack=BASE)
         write_json(self.run.path / "base.json", vars(self.scorer.score([None], self.task().eval)[0]))
 
