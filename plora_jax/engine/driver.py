@@ -20,6 +20,7 @@ import planner
 from planner import render_plan
 from plora_jax.config.space import EXCLUDES, ONLY_WITH
 from plora_jax.config.sweep import Sweep, make_sweep, resolved, unsupported
+from plora_jax.config.yamlfile import parse_yaml
 from plora_jax.engine.inputs import input_digests
 from plora_jax.engine.journal import Journal
 from plora_jax.engine.progress import Progress, make_console, say
@@ -356,7 +357,8 @@ def described(model: str, jobs: Sequence[Job], data: dict[str, Any]) -> Sweep:
 def _begin(run: RunDirectory, sweep: Sweep, inputs: dict[str, str]) -> None:
     """Write what the run is made of, or check that it is the same run."""
     text, path = resolved(sweep), run.path / "sweep.yaml"
-    if path.exists() and (before := path.read_text(encoding="utf-8", errors="replace")) != text:
+    before = path.read_text(encoding="utf-8", errors="replace") if path.exists() else text
+    if before != text and _anywhere(before) != _anywhere(text):
         raise UserError(
             f"{path}: this run was started with another configuration:\n{_difference(before, text)}"
         )
@@ -371,6 +373,13 @@ def _begin(run: RunDirectory, sweep: Sweep, inputs: dict[str, str]) -> None:
         raise UserError(f"{run.path}: {told}\nput back what was there, or give another directory")
     write_atomic(path, text)
     write_json(run.path / "inputs.json", inputs)
+
+
+def _anywhere(text: str) -> dict[str, Any]:
+    """Read a resolved sweep as it would be wherever its folder is: what lies in it is told by digests."""
+    raw, _ = parse_yaml(text, "sweep.yaml")
+    folder, model = raw.pop("base_dir", "."), Path(raw.get("model", ""))
+    return raw | {"model": str(model.relative_to(folder) if model.is_relative_to(folder) else model)}
 
 
 def _difference(before: str, after: str) -> str:
