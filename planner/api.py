@@ -21,7 +21,6 @@ from planner.time import CostModel
 from planner.time import cost_model as shipped_cost_model
 
 DTM_JOBS, DTM_DEVICES = 200, 16  # the published method is run as a baseline up to here
-FEW_CLASSES = 60  # distinct jobs up to which re-cuts are cheap
 
 
 @dataclass(frozen=True)
@@ -43,13 +42,12 @@ class Options:
 
 
 def default_effort(instance: Instance) -> Effort:
-    """Return how long to search: less for many jobs, unless they are of few classes, whose cuts are cheap."""
-    n = instance.n_jobs
-    if n <= 200:
-        return Effort(recuts=60, proposals=10_000)
-    if n <= 2_500:
-        return Effort(recuts=60, proposals=9_000)
-    return Effort(recuts=400 if len(instance.classes) <= FEW_CLASSES else 10, proposals=0)
+    """Return how long to search: less for more jobs."""
+    if instance.n_jobs <= 200:
+        return Effort()
+    if instance.n_jobs <= 2_500:
+        return Effort(recuts=60, proposals=4_000, dives=4)
+    return Effort(recuts=20, proposals=0, dives=2)
 
 
 def make_plan(

@@ -11,7 +11,7 @@ than C), X_τ micro-steps over all of them; y_kτ jobs of class k run in it. The
     s_kτ y_kτ / n_k ≤ X_τ,  y_kτ / n_k ≤ z_τ              a program that holds a class lasts as long as it
 
 and no plan within C exists unless V(C) ≤ G · (C − load). V falls with C, so the least such C is a lower
-bound. As an MILP (z whole) the same model says how to group the jobs; its duals value a job, never its rank.
+bound. The duals of the first rows are the jobs' values, which other searches go by.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.bound import LEAST
-from planner.instance import Counts, Instance, Need
+from planner.instance import Instance, Need
 from planner.signature import divisors
 
 PRECISE = 5e-4  # relative width at which the search for the bound stops
@@ -108,15 +108,11 @@ class Answer(NamedTuple):
     pairs: np.ndarray  # indices into the types' pairs
     jobs: np.ndarray
     prices: np.ndarray
-    proven_s: float
 
 
-def solve(instance: Instance, types: Types, C: float, nodes: int = 0) -> Answer:
-    """Solve the LP at C, or with `nodes` the MILP with a whole number of programs of each type.
-
-    The MILP is cut at a number of nodes, never by the clock, so that the answer is the same on every machine.
-    """
-    from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+def solve(instance: Instance, types: Types, C: float) -> Answer:
+    """Solve the LP at C."""
+    from scipy.optimize import linprog
     from scipy.sparse import coo_matrix, vstack
 
     counts = np.array([n for _, n in instance.counts], dtype=float)
@@ -128,7 +124,7 @@ def solve(instance: Instance, types: Types, C: float, nodes: int = 0) -> Answer:
     kept = np.flatnonzero(most >= 1)
     k, t = types.k[kept], types.t[kept]
     if len(np.unique(k)) < len(counts):
-        return Answer(np.inf, kept, np.zeros(0), np.zeros(0), np.inf)
+        return Answer(np.inf, kept, np.zeros(0), np.zeros(0))
     used = np.unique(t)
     where = np.full(len(types.t0), -1)
     where[used] = np.arange(len(used))
@@ -154,23 +150,12 @@ def solve(instance: Instance, types: Types, C: float, nodes: int = 0) -> Answer:
     ).tocsr()
     cover = block(len(counts), (k, y, ones)).tocsr()
     objective = np.concatenate([degree * instance.cost.compile_s, degree * t0, degree[t] * work])
-    if nodes:
-        found = milp(
-            objective,
-            constraints=[LinearConstraint(upper, -np.inf, 0), LinearConstraint(cover, counts, counts)],
-            integrality=np.concatenate([np.ones(T), np.zeros(T + P)]),
-            bounds=Bounds(0, np.inf),
-            options={"node_limit": nodes, "mip_rel_gap": 2e-3},
-        )
-        if found.x is None:
-            return Answer(np.inf, kept, np.zeros(0), np.zeros(0), 0.0)
-        return Answer(found.fun, kept, found.x[2 * T :], np.zeros(0), found.mip_dual_bound)
     found = linprog(
         objective, A_ub=upper, b_ub=np.zeros(upper.shape[0]), A_eq=cover, b_eq=counts, method="highs"
     )
     if found.x is None:
-        return Answer(np.inf, kept, np.zeros(0), np.zeros(0), np.inf)
-    return Answer(found.fun, kept, found.x[2 * T :], found.eqlin.marginals, found.fun)
+        return Answer(np.inf, kept, np.zeros(0), np.zeros(0))
+    return Answer(found.fun, kept, found.x[2 * T :], found.eqlin.marginals)
 
 
 def lp_bound(instance: Instance, types: Types, low: float) -> float:
@@ -198,47 +183,3 @@ def lp_bound(instance: Instance, types: Types, low: float) -> float:
         else:
             high = middle
     return low * (1 - SLACK)
-
-
-def degree_shares(instance: Instance, types: Types, answer: Answer) -> dict[int, float]:
-    """Return the share of an answer's machine time that each degree has."""
-    t = types.t[answer.pairs]
-    work = answer.jobs * types.steps[answer.pairs] * types.degree[t]
-    work *= types.slot_s[t] + types.t0[t] / types.limit[t]
-    return {d: float(work[types.degree[t] == d].sum() / work.sum()) for d in instance.degrees}
-
-
-def lines(instance: Instance, types: Types, answer: Answer) -> list[Counts]:
-    """Put all jobs in a line, type by type, in two orders: m or the rank bucket before the other."""
-    grouped = grouped_jobs(instance, types, answer)
-    out = []
-    for bucket_first in (False, True):
-
-        def key(t: int, bucket_first: bool = bucket_first) -> tuple:
-            need, m, degree = types.needs[t]
-            pair = (need.bucket, m) if bucket_first else (m, need.bucket)
-            return (-degree, need.S, need.S_max, *pair, t)
-
-        line = []
-        for t in sorted(grouped, key=key):
-            line += sorted(grouped[t], key=lambda item: (-instance.classes[item[0]].rows, item[0]))
-        out.append(tuple(line))
-    return out
-
-
-def grouped_jobs(instance: Instance, types: Types, answer: Answer) -> dict[int, Counts]:
-    """Round an answer to whole jobs: the classes and numbers of jobs of each type."""
-    of_class: dict[int, list[tuple[float, int]]] = {}
-    for pair, jobs in zip(answer.pairs, answer.jobs, strict=True):
-        if jobs > 1e-6:
-            of_class.setdefault(int(types.k[pair]), []).append((float(jobs), int(types.t[pair])))
-    out: dict[int, list[tuple[int, int]]] = {}
-    for k, parts in sorted(of_class.items()):
-        left = instance.counts[k][1]
-        parts.sort(key=lambda part: (-part[0], part[1]))
-        for n, (jobs, t) in enumerate(parts):
-            whole = left if n == len(parts) - 1 else min(left, round(jobs))
-            left -= whole
-            if whole:
-                out.setdefault(t, []).append((k, whole))
-    return {t: tuple(items) for t, items in out.items()}

@@ -86,30 +86,18 @@ def orders(instance: Instance) -> list[Counts]:
     return out
 
 
-def patterns(instance: Instance, shares: dict[int, float] | None = None) -> list[tuple[int, ...]]:
+def patterns(instance: Instance) -> list[tuple[int, ...]]:
     """Return the lists of group degrees to try: as many of one degree as there are devices for, smaller ones
     after.
-
-    `shares` of machine time by degree, from the configuration LP, make one more.
     """
-    count, degrees = instance.devices.count, instance.degrees
-
-    def fill(wanted: list[int]) -> tuple[int, ...]:
-        out, left = [], count
-        for d in wanted:
-            if d <= left:
-                out.append(d)
-                left -= d
-        for d in reversed(degrees):
-            out += [d] * (left // d)
+    out = []
+    for degree in instance.degrees:
+        groups, left = [], instance.devices.count
+        for d in (degree, *reversed(instance.degrees)):
+            groups += [d] * (left // d)
             left %= d
-        return tuple(sorted(out, reverse=True))
-
-    found = [fill([d] * (count // d)) for d in degrees]
-    for d, share in (shares or {}).items():
-        if 0.02 < share < 0.98:
-            found.append(fill([d] * round(share * count / d) + [degrees[0]] * (count // degrees[0])))
-    return list(dict.fromkeys(found))
+        out.append(tuple(sorted(groups, reverse=True)))
+    return list(dict.fromkeys(out))
 
 
 def cut(line: Line, pattern: tuple[int, ...], C: float) -> Solution | None:
@@ -175,9 +163,7 @@ def bisect(attempt: Callable[[float], Solution | None], low: float, high: Soluti
 Found = dict[tuple[int, ...], Solution]  # the best solution of each pattern of groups; (): any mixture
 
 
-def cut_line(
-    instance: Instance, items: Counts, found: Found, low: float, tried: list[tuple[int, ...]] | None = None
-) -> None:
+def cut_line(instance: Instance, items: Counts, found: Found, low: float) -> None:
     """Cut one line in each pattern, and in any mixture of degrees where it is short; keep what is better in `found`.
 
     A pattern whose best is more than KEEP above the best of all is given up early.
@@ -185,7 +171,7 @@ def cut_line(
     line = Line(instance, items)
     attempts: dict[tuple[int, ...], Callable[[float], Solution | None]] = {
         pattern: lambda C, pattern=pattern: cut(line, pattern, C)  # type: ignore[misc]
-        for pattern in tried or patterns(instance)
+        for pattern in patterns(instance)
     }
     if line.n <= MIXED_JOBS and len(instance.degrees) > 1:
         many = line.n >= 4 * instance.devices.count  # large groups are for few jobs

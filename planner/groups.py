@@ -33,6 +33,25 @@ def make_group(instance: Instance, degree: int, parts: list[Counts]) -> Group | 
     return Group(degree, tuple(chosen), group_seconds(instance, chosen))
 
 
+def insert(instance: Instance, solution: Solution, k: int) -> bool:
+    """Put one job of a class into the pack, or a new pack, whose group then ends earliest."""
+    best: tuple[float, int, Group] | None = None
+    for g, group in enumerate(solution):
+        parts = [pack.counts for pack in group.packs]
+        for p in range(len(parts) + 1):
+            if p < len(parts):
+                changed = [*parts[:p], merge_counts(parts[p], ((k, 1),)), *parts[p + 1 :]]
+            else:
+                changed = [*parts, ((k, 1),)]
+            made = make_group(instance, group.degree, changed)
+            if made is not None and (best is None or made.seconds < best[0]):
+                best = (made.seconds, g, made)
+    if best is None:
+        return False
+    solution[best[1]] = best[2]
+    return True
+
+
 def split_group(instance: Instance, items: Counts, degree: int) -> Group | None:
     """Run a line of jobs on one group: split it into consecutive packs for the least time (dynamic
     programming).

@@ -1,6 +1,6 @@
 """Repair an earlier plan for changed jobs or devices, so that planning again never loses what was had."""
 
-from planner.groups import Group, Solution, make_group
+from planner.groups import Group, Solution, insert, make_group
 from planner.instance import Counts, Instance
 from planner.pack import merge_counts
 from planner.plan import Plan
@@ -36,25 +36,6 @@ def repair(instance: Instance, plan: Plan) -> Solution | None:
         free -= instance.degrees[0]
     for k, n in orphans:
         for _ in range(n):
-            if not _insert(instance, solution, k):
+            if not insert(instance, solution, k):
                 return None
     return [group for group in solution if group.packs]
-
-
-def _insert(instance: Instance, solution: Solution, k: int) -> bool:
-    """Put one job of a class into the pack, or a new pack, whose group then ends earliest."""
-    best: tuple[float, int, Group] | None = None
-    for g, group in enumerate(solution):
-        parts = [pack.counts for pack in group.packs]
-        for p in range(len(parts) + 1):
-            if p < len(parts):
-                changed = [*parts[:p], merge_counts(parts[p], ((k, 1),)), *parts[p + 1 :]]
-            else:
-                changed = [*parts, ((k, 1),)]
-            made = make_group(instance, group.degree, changed)
-            if made is not None and (best is None or made.seconds < best[0]):
-                best = (made.seconds, g, made)
-    if best is None:
-        return False
-    solution[best[1]] = best[2]
-    return True

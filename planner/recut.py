@@ -1,13 +1,20 @@
-"""Large-neighbourhood search: pool the jobs of two or three groups and cut them anew, in a random order."""
+"""Large-neighbourhood search: pool the jobs of two to four groups and make the groups anew: cut a line of the
+jobs in a random order, or fill group after group at disturbed prices.
+"""
 
 import random
 
+import numpy as np
+
+from planner.fill import Tables, fill
 from planner.greedy import Line, bisect, cut
 from planner.groups import Solution, makespan
 from planner.instance import Counts, Instance
 from planner.pack import merge_counts
 
 FIELDS = ("batch_size", "bucket", "rows")
+NOISE = (0.01, 0.03, 0.06)  # deviations of the logarithms of prices
+HASTE = (0.001, 0.003, 0.01, 0.02)  # how much faster than the slowest the groups are filled for
 
 
 def pooled_line(instance: Instance, pooled: Counts, rng: random.Random) -> Counts:
@@ -24,9 +31,17 @@ def pooled_line(instance: Instance, pooled: Counts, rng: random.Random) -> Count
     return tuple(sorted(pooled, key=key))
 
 
-def recut(instance: Instance, solution: Solution, rounds: int, seed: int = 0, goal: float = 0.0) -> Solution:
-    """Return a solution no slower: each round re-cuts the slowest group with one or two others, if that helps
-    both.
+def recut(
+    instance: Instance,
+    tables: Tables,
+    prices: np.ndarray,
+    solution: Solution,
+    rounds: int,
+    seed: int = 0,
+    goal: float = 0.0,
+) -> Solution:
+    """Return a solution no slower: each round makes two to four groups anew, mostly the slowest among them, and
+    keeps them if the slowest of them got faster.
     """
     rng = random.Random(seed)
     groups = sorted(solution, key=lambda g: -g.seconds)
@@ -36,21 +51,32 @@ def recut(instance: Instance, solution: Solution, rounds: int, seed: int = 0, go
             break
         slow = 0 if rng.random() < 0.7 else rng.randrange(len(groups))
         others = [g for g in range(len(groups)) if g != slow]
-        chosen = [slow, *rng.sample(others, min(len(others), rng.choice((1, 1, 2))))]
+        chosen = [slow, *rng.sample(others, min(len(others), rng.choice((1, 1, 2, 2, 3))))]
         pool = [groups[g] for g in chosen]
         pooled = merge_counts(*(pack.counts for group in pool for pack in group.packs))
         pattern = [group.degree for group in pool]
         if free >= instance.degrees[0] and rng.random() < 0.5:
             pattern.append(instance.degrees[0])
         rng.shuffle(pattern)
-        line = Line(instance, pooled_line(instance, pooled, rng))
-        order = tuple(pattern)
         worst = makespan(pool)
-        found = cut(line, order, worst * (1 - 1e-4))
-        if found is None:
+        if rng.random() < 0.5:
+            found = _cut(instance, pooled_line(instance, pooled, rng), tuple(pattern), worst)
+        else:
+            jobs = np.zeros(len(prices), dtype=int)
+            jobs[[k for k, _ in pooled]] = [n for _, n in pooled]
+            noise = rng.choice(NOISE)
+            disturbed = prices * np.exp([rng.gauss(0.0, noise) for _ in prices])
+            found = fill(instance, tables, disturbed, jobs, pattern, worst * (1 - rng.choice(HASTE)))
+        if found is None or makespan(found) > worst * (1 - 1e-4):
             continue
-        found = bisect(lambda C, line=line, order=order: cut(line, order, C), worst * 0.9, found)  # type: ignore[misc]
         groups = [group for g, group in enumerate(groups) if g not in chosen] + found
         groups.sort(key=lambda g: -g.seconds)
         free = instance.devices.count - sum(group.degree for group in groups)
     return groups
+
+
+def _cut(instance: Instance, items: Counts, pattern: tuple[int, ...], worst: float) -> Solution | None:
+    """Cut a line into groups of the pattern's degrees, all faster than `worst`, as fast as bisection finds."""
+    line = Line(instance, items)
+    found = cut(line, pattern, worst * (1 - 1e-4))
+    return found and bisect(lambda C: cut(line, pattern, C), worst * 0.9, found)

@@ -1,13 +1,16 @@
 """The configuration LP and the searches: what they may change and what they must keep."""
 
+from itertools import combinations
+
 import numpy as np
 import pytest
 
-from planner.config_lp import degree_shares, lines, lp_bound, make_types, solve
-from planner.greedy import greedy, patterns
+from planner.config_lp import lp_bound, make_types, solve
+from planner.fill import Filler, dive, make_tables
+from planner.greedy import greedy
 from planner.groups import makespan
 from planner.ours import Effort, bounds, ours
-from planner.pack import choose_pack, merge_counts
+from planner.pack import choose_pack, group_seconds, merge_counts
 from planner.recut import recut
 from planner.search import improve
 from tests.planner.problems import instance, job
@@ -35,41 +38,82 @@ def test_the_lp_covers_every_class_and_falls_with_time(problem):
     assert (values[0].prices > 0).all(), "every job costs machine time"
 
 
-def test_whole_programs_cost_no_less(problem):
+@pytest.fixture(scope="module")
+def priced(problem):
+    """Types, prices and tables of the problem at a little more than its LP bound."""
     types = make_types(problem)
     C = 1.1 * lp_bound(problem, types, 1.0)
-    assert solve(problem, types, C, nodes=50).machine_s >= solve(problem, types, C).machine_s * (1 - 1e-6)
+    return C, solve(problem, types, C).prices, make_tables(problem, types, 2 * C)
 
 
-def test_lines_hold_every_job_once_and_shares_add_up(problem):
-    types = make_types(problem)
-    answer = solve(problem, types, 1.1 * lp_bound(problem, types, 1.0))
-    for line in lines(problem, types, answer):
-        assert merge_counts(*((item,) for item in line)) == problem.counts
-    shares = degree_shares(problem, types, answer)
-    assert sum(shares.values()) == pytest.approx(1)
-    assert all(sum(pattern) <= 5 for pattern in patterns(problem, shares))
+def test_a_group_is_filled_within_its_time_and_what_it_loses_is_accounted(problem, priced):
+    C, prices, tables = priced
+    jobs = np.array([n for _, n in problem.counts])
+    for d, table in tables.items():
+        lost, state = Filler(problem, table, prices, jobs, C).fill()
+        seconds = group_seconds(problem, list(state.packs))
+        taken = merge_counts(*(pack.counts for pack in state.packs))
+        assert seconds <= C * (1 + 1e-9)
+        assert [n - dict(taken).get(k, 0) for k, n in enumerate(jobs)] == list(state.left)
+        worth = sum(n * prices[k] for k, n in taken)
+        assert lost == pytest.approx(d * (C - problem.load_seconds(d)) - worth, rel=1e-6)
+        assert lost >= -1e-3 * C, "no pack is worth more than its time"
 
 
-def test_searches_keep_every_job_and_never_lose_time(problem):
+def test_a_group_of_few_jobs_is_filled_best():
+    """All ways to put some of five jobs into packs of one group, by hand."""
+    small = instance([job(i, (8, 64)[i % 2], (2, 4)[i // 3], 1, 1 + i // 4) for i in range(5)], "1xA100-40GB")
+    types = make_types(small)
+    C = 1.02 * bounds(small)[0]
+    prices = solve(small, types, C).prices
+    room = C - small.load_seconds(1)
+    per_job = [k for k, n in small.counts for _ in range(n)]
+
+    def least(jobs: list[int], used: float, lost: float) -> float:
+        best = lost + room - used
+        if not jobs:
+            return best
+        first, rest = jobs[0], jobs[1:]
+        best = min(best, least(rest, used, lost))  # without the first, or in a pack with some of the others
+        for size in range(len(rest) + 1):
+            for others in combinations(range(len(rest)), size):
+                counts = merge_counts(*(((k, 1),) for k in (first, *(rest[i] for i in others))))
+                seconds = choose_pack(small, counts, 1).run_s + small.cost.compile_s
+                if used + seconds <= room:
+                    worth = sum(n * prices[k] for k, n in counts)
+                    left = [k for i, k in enumerate(rest) if i not in others]
+                    best = min(best, least(left, used + seconds, lost + seconds - worth))
+        return best
+
+    jobs = np.array([n for _, n in small.counts])
+    lost, _ = Filler(small, make_tables(small, types, C)[1], prices, jobs, C).fill()
+    assert lost == pytest.approx(least(per_job, 0.0, 0.0), rel=1e-6, abs=1e-6 * C)
+
+
+def test_searches_keep_every_job_and_never_lose_time(problem, priced):
+    C, prices, tables = priced
     start = min(greedy(problem).values(), key=makespan)
     assert jobs_of(start) == problem.counts
     for found in (
-        recut(problem, start, 20),
+        recut(problem, tables, prices, start, 20),
         improve(problem, start, 600),
         improve(problem, start, 600, seed=1),
     ):
         assert jobs_of(found) == problem.counts
         assert makespan(found) <= makespan(start)
         assert sum(group.degree for group in found) <= 5
+    dived = dive(problem, tables, prices, 1.05 * C)
+    assert jobs_of(dived) == problem.counts and sum(group.degree for group in dived) <= 5
     assert improve(problem, start, 300) == improve(problem, start, 300)
+    assert recut(problem, tables, prices, start, 9) == recut(problem, tables, prices, start, 9)
+    assert dive(problem, tables, prices, 0.5 * C) is None, "half the time does not do"
 
 
 def test_more_effort_comes_closer(problem):
     bound, _ = bounds(problem)
-    little = makespan(ours(problem, bound, Effort(0, 0))[0])
-    more = makespan(ours(problem, bound, Effort(10, 900, milp_nodes=5))[0])
-    assert bound <= more <= little
+    little = makespan(ours(problem, bound, Effort(0, 0, 0))[0])
+    more = makespan(ours(problem, bound, Effort(20, 900, 4))[0])
+    assert bound <= more < little
 
 
 def test_a_pack_takes_the_best_of_all_its_programs(problem):
