@@ -3,6 +3,7 @@
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from typing import Any, Literal
 
 LINEAR = "all-linear"
@@ -58,7 +59,7 @@ class Job:
     train: str = _f("", "training data of this job; empty: the sweep's")
     init_adapter: str = _f("", "PEFT adapter directory to start from (its rank and alpha apply)")
 
-    @property
+    @cached_property
     def job_id(self) -> str:
         """Name the job: short, stable, and a function of its configuration alone."""
         digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:8]

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -71,6 +72,13 @@ PAPER = """search:
   alpha_ratio: [0.25, 0.5, 1, 2, 4]
   batch_size: [1, 2, 4, 8, 16, 32]
 """
+
+
+def test_a_jobs_id_is_worked_out_once_and_is_its_configurations_alone() -> None:
+    job = Job(learning_rate=1e-3)
+    assert job.job_id is job.job_id  # it is asked for at every micro-step
+    assert replace(job, seed=1).job_id != job.job_id == replace(job).job_id == Job(learning_rate=1e-3).job_id
+    assert job == Job(learning_rate=1e-3) and "job_id" not in job.to_dict()
 
 
 def test_a_sample_is_seeded_distinct_and_within_its_ranges() -> None:
