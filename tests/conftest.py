@@ -14,3 +14,11 @@ os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
 settings.register_profile("same", derandomize=True)
 settings.register_profile("random", derandomize=False)
 settings.load_profile("random" if os.environ.get("PLORA_EXAMPLES") else "same")
+
+LONGEST = ("test_quickstart.py", "test_step.py", "test_packrun.py", "test_bench.py", "test_engine.py")
+
+
+def pytest_collection_modifyitems(items):
+    """Put the files that take longest first, so that none is left for the end when files run side by side."""
+    place = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(LONGEST)))

@@ -18,6 +18,7 @@ from plora_jax import cli, planning
 from plora_jax.config.sweep import load_sweep
 from plora_jax.jobs import JOB_FIELDS
 from plora_jax.search.configurations import search_jobs
+from tests.clock import slowness
 from tests.tiny import write_sweep, write_weights
 
 ROOT = Path(__file__).parent.parent
@@ -64,7 +65,7 @@ def test_help_is_quick_and_loads_nothing_heavy() -> None:
         )
         seconds.append(cpu_seconds() - started)
         assert done.returncode == 0 and done.stdout.endswith("[]\n")
-    assert min(seconds) < 0.3
+    assert min(seconds) < 0.3 * slowness()
 
 
 def test_help_lists_what_there_is() -> None:
@@ -101,14 +102,11 @@ def test_it_is_a_module_too() -> None:
 def test_the_paper_sweep_is_planned_offline_without_jax_in_six_seconds(tmp_path: Path) -> None:
     target = tmp_path / "plan.json"
     no_jax = "sys.modules['jax'] = None"  # importing it raises
-    for _ in range(3):  # a busy machine may be slow once
-        started = cpu_seconds()
-        done = plora("plan", PAPER, "--json", target, code=no_jax)
-        seconds = cpu_seconds() - started
-        assert done.returncode == 0, done.stderr
-        if seconds < 6:
-            break
-    assert seconds < 6
+    slow, started = slowness(), cpu_seconds()
+    done = plora("plan", PAPER, "--json", target, code=no_jax)
+    seconds = cpu_seconds() - started
+    assert done.returncode == 0, done.stderr
+    assert seconds < 6 * max(slow, slowness())
     plan = json.loads(target.read_text())
     assert plan["schema"] == 1 and len(plan["jobs"]) == 120
     placed = [place["job_id"] for pack in plan["packs"] for place in pack["assign"]]

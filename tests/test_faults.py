@@ -45,7 +45,7 @@ def test_each_time_a_slow_device():
     fault("step")
     with pytest.raises(RuntimeError, match="step:2=error"):
         fault("step")
-    assert 0.06 <= time.monotonic() - began < 1
+    assert 0.06 <= time.monotonic() - began < 10
 
 
 def test_out_of_memory_is_what_xla_raises():

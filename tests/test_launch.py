@@ -120,8 +120,8 @@ def test_a_worker_that_will_not_end_is_ended(tmp_path):
     pid = status(tmp_path)["pid"]
     begun = time.monotonic()
     pool.stop()
-    wait_for(lambda: gone(pid), 3)
-    assert 0.3 <= time.monotonic() - begun < 3
+    wait_for(lambda: gone(pid), 30)
+    assert 0.3 <= time.monotonic() - begun < 30
 
 
 DRIVER = """

@@ -136,6 +136,7 @@ class Checkpoints:
             self.directory.mkdir(parents=True, exist_ok=True)
             context = ocp.Context()
             context.array.saving.use_compression = False  # weights and moments are noise to a compressor
+            context.memory.deepcopy_host_arrays = False  # they are copies already
             # else threads wait five minutes for a directory that could not be made, and the process with them
             context.asynchronous.create_directories_asynchronously = False
             with context:
