@@ -166,20 +166,16 @@ def lp_bound(instance: Instance, types: Types, low: float) -> float:
     def needed(C: float) -> float:
         return solve(instance, types, C).machine_s / G + load
 
-    C, need = low, needed(low)
+    need = needed(low)
     if need <= low:
         return low
-    while not np.isfinite(need):
-        low, C = C, 1.05 * C
-        need = needed(C)
-    if need > C:
-        low = C
-    high = max(C, need)  # enough, for V falls with C
+    high = low
+    while need > high:  # C, impossible; need(C) is possible, for V falls with C
+        low, high = high, need if np.isfinite(need) else 1.05 * high
+        need = needed(high)
+    low = max(low, need)  # the least possible C needs no less than a larger one
     while high - low > PRECISE * low:
-        middle = max(low + 0.1 * PRECISE * low, min(high - 0.4 * PRECISE * low, (low + high) / 2))
+        middle = (low + high) / 2
         need = needed(middle)
-        if need > middle:
-            low, high = middle, min(high, need)
-        else:
-            high = middle
+        low, high = (middle, min(high, need)) if need > middle else (max(low, need), middle)
     return low * (1 - SLACK)

@@ -6,6 +6,7 @@ and so is the time for which a group idles. A beam search chooses the packs of o
 next group is filled with what is left (a dive, as in column generation for bin packing, with groups as columns).
 """
 
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
@@ -16,10 +17,9 @@ from planner.instance import Instance
 from planner.pack import Choice, choose_pack, group_seconds
 
 WAVES = 4  # a pack lasts at most so many times as long as one of its jobs
-BEAM, BRANCH = (
-    4,
-    3,
-)  # groups half filled that are kept at each depth; packs tried on each, and one that fills it best
+BEAM = 4  # groups half filled that are kept at each depth
+DEEP = 6  # packs of a group after which only one is kept
+BRANCH = 2  # packs tried on each, beside the one that fills it best
 
 
 class Table(NamedTuple):
@@ -134,7 +134,9 @@ class Filler:
         """Return the packs of least loss and that loss, idle time included; None where no job fits."""
         states = [State(0.0, 0.0, self.all_left[self.live], ())]
         best: tuple[float, State] | None = None
-        while states:
+        for depth in count():
+            if not states:
+                break
             found: dict[bytes, State] = {}
             for state in states:
                 for new in self.extend(state):
@@ -145,7 +147,8 @@ class Filler:
                 total = new.lost + self.degree * (self.room - new.used)
                 if best is None or total < best[0]:
                     best = (total, new)
-            states = sorted(found.values(), key=lambda state: state.lost / state.used)[:BEAM]
+            states = sorted(found.values(), key=lambda state: state.lost / state.used)
+            states = states[: BEAM if depth < DEEP else 1]
         if best is None:
             return None
         left = self.all_left.copy()
@@ -153,7 +156,7 @@ class Filler:
         return best[0], best[1]._replace(left=left)
 
     def extend(self, state: State) -> list[State]:
-        """Return the state with one pack more, for the packs that lose least a second and that fill it best.
+        """Return the state with one pack more: the one that fills it best, and those that lose least a second.
 
         Every trial takes the jobs that are worth most a micro-step, up to its capacity.
         """
@@ -176,24 +179,30 @@ class Filler:
         worth = value[row, whole] + part * self.worth[row, last]
         lost = np.where(worth > 0, self.degree * seconds - worth, np.inf)
         out: list[State] = []
-        tried = set()
-        for score, most in ((lost / seconds, BRANCH), (lost - self.degree * seconds, 1)):
-            kinds: set[int] = set()
-            for c in np.argsort(score, kind="stable")[: 12 * most]:
-                kind = int(self.kind[row[c]])
-                if len(kinds) == most or not np.isfinite(score[c]):
-                    break
-                if kind in kinds:
-                    continue
+        kinds: set[int] = set()
+        tried: set[bytes] = set()
+        rate = lost / seconds
+        few = (
+            np.argpartition(rate, 12 * BRANCH)[: 12 * BRANCH]
+            if len(rate) > 12 * BRANCH
+            else np.arange(len(rate))
+        )
+        first = few[np.lexsort((few, rate[few]))]
+        for c in (int(np.argmin(lost - self.degree * seconds)), *map(int, first)):
+            kind = int(self.kind[row[c]])
+            if kind in kinds or not np.isfinite(rate[c]):
+                continue
+            taken = np.zeros(K, dtype=int)
+            at = self.order[row[c], : whole[c] + 1]
+            taken[at] = jobs[row[c], : whole[c] + 1]
+            if whole[c] < K:
+                taken[at[-1]] = part[c]
+            if taken.tobytes() not in tried:
+                tried.add(taken.tobytes())
                 kinds.add(kind)
-                if c not in tried:
-                    tried.add(c)
-                    taken = np.zeros(K, dtype=int)
-                    at = self.order[row[c], : whole[c] + 1]
-                    taken[at] = jobs[row[c], : whole[c] + 1]
-                    if whole[c] < K:
-                        taken[at[-1]] = part[c]
-                    out += self._with(state, taken, room)
+                out += self._with(state, taken, room)
+            if len(kinds) > BRANCH:
+                break
         return out
 
     def _with(self, state: State, taken: np.ndarray, room: float) -> list[State]:

@@ -14,7 +14,7 @@ from planner.instance import Counts, Instance
 
 PRECISE = 4e-3  # relative width at which the bisection stops
 KEEP = 1.06
-MIXED_JOBS = 200  # the longest line on which mixtures of degrees are searched
+MIXED_JOBS = 100  # the longest line on which mixtures of degrees are searched
 
 
 class Line:

@@ -44,6 +44,7 @@ class Instance:
     classes: list[JobSpec] = field(default_factory=list)
     members: list[list[str]] = field(default_factory=list)
     cache: dict = field(default_factory=dict)  # coefficients
+    needs: dict = field(default_factory=dict)  # classes -> what they ask together
     packs: dict = field(default_factory=dict)  # (jobs, degree) -> the pack chosen
     layouts: dict = field(default_factory=dict)  # (micro-steps of the jobs, J) -> the pack's micro-steps
 
@@ -143,21 +144,23 @@ class Instance:
         """Return what a set of jobs asks of one pack's program."""
         if len(counts) == 1:
             return self.own_needs[counts[0][0]]
-        divisors, buckets, longest, lengths, optimizers, targets = zip(
-            *[self.own_needs[k] for k, _ in counts], strict=True
-        )
-        S, S_max = max(lengths), max(longest)
-        data = self.classes[counts[0][0]].data
-        if any(self.classes[k].data != data for k, _ in counts):
-            S = max(S, min(S * (1 + self.cost.mixed_padding), float(S_max)))
-        return Need(
-            math.gcd(*divisors),
-            max(buckets),
-            S_max,
-            S,
-            "adamw" if "adamw" in optimizers else "sgd",
-            None if None in targets else frozenset().union(*targets),
-        )
+        key = tuple([k for k, _ in counts])
+        if key not in self.needs:
+            divisors, buckets, longest, lengths, optimizers, targets = zip(
+                *[self.own_needs[k] for k in key], strict=True
+            )
+            S, S_max = max(lengths), max(longest)
+            if len({self.classes[k].data for k in key}) > 1:
+                S = max(S, min(S * (1 + self.cost.mixed_padding), float(S_max)))
+            self.needs[key] = Need(
+                math.gcd(*divisors),
+                max(buckets),
+                S_max,
+                S,
+                "adamw" if "adamw" in optimizers else "sgd",
+                None if None in targets else frozenset().union(*targets),
+            )
+        return self.needs[key]
 
     def memory(self, degree: int, J: int, m: int, policy: str, need: Need) -> int:
         """Predict the bytes of a packed step on each device."""

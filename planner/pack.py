@@ -165,12 +165,12 @@ def choose_pack(instance: Instance, counts: Counts, degree: int) -> Choice | Non
 
 def _thriftiest(instance: Instance, degree: int, m: int, J: int, policy: str, need: Need) -> str:
     """Return the policy that recomputes least among those that cost no more than the one chosen and fit."""
-    cost = instance.step_cost(degree, policy, need)
-    for other in instance.policies:
-        same = instance.step_cost(degree, other, need) == cost
-        if same and instance.slot_limit(degree, m, other, need) >= J:
-            return other
-    return policy
+    key = ("thrifty", degree, m, policy, need)
+    if key not in instance.cache:
+        cost = instance.step_cost(degree, policy, need)
+        same = [p for p in instance.policies if instance.step_cost(degree, p, need) == cost]
+        instance.cache[key] = [(p, instance.slot_limit(degree, m, p, need)) for p in same]
+    return next(p for p, limit in instance.cache[key] if limit >= J)
 
 
 def group_seconds(instance: Instance, packs: list[Choice]) -> float:
