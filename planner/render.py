@@ -16,6 +16,11 @@ def duration(seconds: float | None) -> str:
     return f"{seconds / 86_400:.1f} d"
 
 
+def number_of(things: int, name: str) -> str:
+    """Write how many there are of a thing: 1 pack, 2 packs."""
+    return f"{things} {name}{'' if things == 1 else 's'}"
+
+
 def device_range(devices: tuple[int, ...]) -> str:
     """Write a run of device numbers: 4 or 4-7."""
     return str(devices[0]) if len(devices) == 1 else f"{devices[0]}-{devices[-1]}"
@@ -31,8 +36,9 @@ def render_plan(plan: Plan, width: int = WIDTH) -> str:
 def summary(plan: Plan) -> list[str]:
     """Return the lines that name problem, makespan, bound and baselines."""
     lines = [
-        f"{len(plan.jobs)} jobs of {plan.model} ({plan.precision}) on {plan.device_count} × {plan.device}: "
-        f"{len(plan.packs)} packs, method {plan.method}, planned in {plan.planning_s:.2f} s",
+        f"{number_of(len(plan.jobs), 'job')} of {plan.model} ({plan.precision}) on {plan.device_count} × "
+        f"{plan.device}: "
+        f"{number_of(len(plan.packs), 'pack')}, method {plan.method}, planned in {plan.planning_s:.2f} s",
         f"makespan {duration(plan.makespan_s)}, lower bound {duration(plan.lower_bound_s)} ({plan.bound}), "
         f"gap {100 * plan.gap:.1f} %" + (", search cut short" if plan.truncated else ""),
     ]

@@ -139,7 +139,8 @@ def sweep_problem(
     """State a sweep's planning problem from its files alone; `rows` stands in for training data not at hand.
 
     Raises:
-      UserError: the model is unknown or unsupported, or the data or an adapter to start from cannot be read.
+      UserError: the model is unknown or unsupported, the data or an adapter to start from cannot be read, or a
+        pattern matches no module.
     """
     from plora_jax.models.find import load_config
 
@@ -148,6 +149,12 @@ def sweep_problem(
         from plora_jax.engine.task import start_adapters
 
         jobs, _ = start_adapters(sweep, config, jobs)
+    patterned = [job for job in jobs if job.rank_pattern or job.alpha_pattern]
+    if patterned:  # only these need the modules' names, and what knows them imports JAX
+        from plora_jax.adapters import alphas, ranks
+
+        for job in patterned:
+            ranks(config, job), alphas(config, job)
     rows, count, data = rows or sweep.data.rows, token_counter(sweep.model), sweep.data
     names = dict.fromkeys(job.train or data.train for job in jobs)
     sizes = {name: data_size(sweep, name, count, rows) for name in names}

@@ -222,3 +222,13 @@ def test_what_is_planned_is_what_is_compiled() -> None:
             if planner.fits(signature, job_spec(job, size, "rows")):
                 assert pack_spec(config, [*chosen, job], slots=spec.slots) == spec
     assert planner.fits(signature, job_spec(jobs[1], size, "rows"))
+
+
+@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
+def test_a_pattern_that_matches_no_module_is_no_plan(tmp_path: Path, field: str) -> None:
+    """As in training, where it is an error of the sweep; one that matches is planned at its rank."""
+    bad = load_sweep(write_sweep(tmp_path, search=None, jobs=[{"rank": 4, field: {"qq_proj": 8}}]))
+    with pytest.raises(UserError, match=f"{field}: 'qq_proj' matches none"):
+        planned(bad)
+    good = load_sweep(write_sweep(tmp_path, search=None, jobs=[{"rank": 4, field: {"q_proj": 32}}]))
+    assert planned(good).packs[0].slots == (32 if field == "rank_pattern" else 8,)

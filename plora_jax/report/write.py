@@ -12,6 +12,7 @@ from typing import Any
 
 import jinja2
 
+from planner.render import number_of
 from plora_jax.engine.rundir import write_atomic
 from plora_jax.errors import UserError
 from plora_jax.model_card import peft_code, vllm_command
@@ -361,7 +362,7 @@ def _plan_words(plan: dict[str, Any]) -> str:
         return ""
     gap, makespan = number(plan.get("gap")), number(plan.get("makespan_s"))
     where = f"{plan.get('device_count')} × {plan['device']}"
-    parts = [f"{len(entries(plan.get('packs')))} packs on {where}, method {plan.get('method')}"]
+    parts = [f"{number_of(len(entries(plan.get('packs'))), 'pack')} on {where}, method {plan.get('method')}"]
     if gap is not None:
         parts.append(f"at most {100 * gap:.1f} % above the best possible ({plan.get('bound')} bound)")
     known = {name: number(value) for name, value in mapping(plan.get("baselines")).items()}

@@ -17,6 +17,9 @@ def test_text_has_a_bar_for_every_group_and_all_numbers():
     assert text.count("|") == 2 * len({pack.devices for pack in PLAN.packs})
     assert "lower bound" in text and "min_gpu" in text and "GiB" in text
     assert all(len(line) < 200 for line in text.splitlines())
+    assert text.startswith("30 jobs of tiny-1B (bf16) on 3 × A100-40GB: ")
+    one = make_plan(JOBS[:1], TINY, cluster(1), options=Options(baselines=False))
+    assert render_plan(one).startswith("1 job of tiny-1B (bf16) on 1 × A100-40GB: 1 pack, method exact")
 
 
 def test_svg_is_well_formed_and_has_a_bar_a_job():
