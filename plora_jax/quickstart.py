@@ -32,6 +32,7 @@ LABELS = (" negative", " positive")
 MAX_TOKENS = 47
 MIN_RATING = 0.5  # of 4: weaker ratings are left out as undecided
 SPLIT_SEED = 0
+DEVICE = "cpu-5GB"  # which the plan keeps to; Python, compilation and checkpoints come on top
 
 
 def _package(requirement: str, kind: str) -> bytes:
@@ -141,6 +142,7 @@ def sweep_yaml(model: Path, data: dict[str, Path]) -> str:
             },
             "train": {"epochs": 2, "scheduler": "cosine", "warmup_ratio": 0.1},
             "precision": {"base": "fp32"},
+            "devices": DEVICE,
         },
         sort_keys=False,
     )

@@ -103,7 +103,8 @@ def test_cpu_workers_share_cores_and_memory(here, monkeypatch):
         2,
     )
     stated = find_site(LaunchOptions(workers=2), "cpu-4GB")  # the memory of each, as stated
-    assert (stated.devices.count, stated.devices.spec.memory_bytes) == (2, 4 * 10**9)
+    spec = stated.devices.spec
+    assert (stated.devices.count, spec.memory_bytes, spec.cores) == (2, 4 * 10**9, 2)
     with pytest.raises(UserError, match="--workers 6: this process may use 5 CPU cores"):
         find_site(LaunchOptions(workers=6), "cpu")
 

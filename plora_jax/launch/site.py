@@ -78,9 +78,8 @@ def local_site(devices: str, workers: int | None = None) -> Site:
     count = workers or (asked.count if asked else 1)
     if count > cores():
         raise UserError(f"--workers {count}: this process may use {cores()} CPU cores; give at most as many")
-    spec = asked.spec if asked else find_devices("cpu").spec
-    if not asked:
-        spec = replace(spec, memory_bytes=memory_bytes() // count, cores=cores() // count)
+    spec = asked.spec if asked else replace(find_devices("cpu").spec, memory_bytes=memory_bytes() // count)
+    spec = replace(spec, cores=cores() // count)
     groups = [Group(str(i), cores=own, threads=len(own)) for i, own in enumerate(core_shares(count))]
     note = f"{why}: running on the CPU" if why else ""
     return Site(Pool(), groups, planner.Devices(spec, count), note)
