@@ -20,6 +20,7 @@ from planner.specs import JobSpec, ModelShape, check_jobs
 from planner.time import CostModel
 from planner.time import cost_model as shipped_cost_model
 
+FEW_CLASSES = 60
 DTM_JOBS, DTM_DEVICES = 200, 16  # the published method is run as a baseline up to here
 
 
@@ -42,12 +43,13 @@ class Options:
 
 
 def default_effort(instance: Instance) -> Effort:
-    """Return how long to search: less for more jobs."""
+    """Return how long to search: less for more jobs; among many, dives pay only where jobs are of few classes."""
     if instance.n_jobs <= 200:
         return Effort()
     if instance.n_jobs <= 2_500:
         return Effort(recuts=60, proposals=4_000, dives=4)
-    return Effort(recuts=20, proposals=0, dives=2)
+    few = len(instance.classes) <= FEW_CLASSES
+    return Effort(recuts=20 if few else 3, proposals=0, dives=2 if few else 0)
 
 
 def make_plan(

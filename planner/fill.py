@@ -19,6 +19,7 @@ from planner.pack import Choice, choose_pack, group_seconds
 WAVES = 4  # a pack lasts at most so many times as long as one of its jobs
 BEAM = 4  # groups half filled that are kept at each depth
 DEEP = 6  # packs of a group after which only one is kept
+MOST_LEFT = 128  # jobs left over that are put in one by one, which is slow with many groups
 BRANCH = 2  # packs tried on each, beside the one that fills it best
 
 
@@ -268,7 +269,7 @@ def dive(instance: Instance, tables: Tables, prices: np.ndarray, C: float) -> So
 
 def complete(instance: Instance, groups: Solution, left: np.ndarray) -> Solution | None:
     """Put the jobs left where their groups then end earliest; None where they are many or one fits nowhere."""
-    if left.sum() > max(2 * len(groups), 4):
+    if left.sum() > min(max(2 * len(groups), 4), MOST_LEFT):
         return None
     groups = list(groups)
     for k, n in enumerate(left):
