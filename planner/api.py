@@ -12,7 +12,7 @@ from planner.incumbent import repair
 from planner.instance import Instance
 from planner.ours import Effort, bounds, ours
 from planner.placed import Placed, place
-from planner.plan import Plan
+from planner.plan import Pack, Plan
 from planner.published import Published
 from planner.signature import POLICIES
 from planner.simulate import Stop, expected_makespan
@@ -60,12 +60,12 @@ def make_plan(
     precision: str = "bf16",
     cost_model: CostModel | None = None,
     options: Options | None = None,
-    incumbent: Plan | None = None,
+    incumbent: Sequence[Pack] | None = None,
 ) -> Plan:
     """Plan the jobs on the devices for the least makespan; the best of all methods is returned.
 
-    `incumbent` is an earlier plan, for other jobs or devices perhaps: the new one is never slower than it
-    repaired.
+    `incumbent` is the packs of an earlier plan, for other jobs or devices perhaps: the new one is never slower than
+    that plan repaired.
 
     Raises:
         PlanError: no jobs, ids that clash, absurd values, or a base that no device group holds.

@@ -183,12 +183,9 @@ class Filler:
         kinds: set[int] = set()
         tried: set[bytes] = set()
         rate = lost / seconds
-        few = (
-            np.argpartition(rate, 12 * BRANCH)[: 12 * BRANCH]
-            if len(rate) > 12 * BRANCH
-            else np.arange(len(rate))
-        )
-        first = few[np.lexsort((few, rate[few]))]
+        worst = np.partition(rate, 12 * BRANCH)[12 * BRANCH] if len(rate) > 12 * BRANCH else np.inf
+        few = np.flatnonzero(rate <= worst)
+        first = few[np.argsort(rate[few], kind="stable")][: 12 * BRANCH]
         for c in (int(np.argmin(lost - self.degree * seconds)), *map(int, first)):
             kind = int(self.kind[row[c]])
             if kind in kinds or not np.isfinite(rate[c]):

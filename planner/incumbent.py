@@ -1,13 +1,15 @@
 """Repair an earlier plan for changed jobs or devices, so that planning again never loses what was had."""
 
+from collections.abc import Iterable
+
 from planner.groups import Group, Solution, insert, make_group
 from planner.instance import Counts, Instance
 from planner.pack import merge_counts
-from planner.plan import Plan
+from planner.plan import Pack
 
 
-def repair(instance: Instance, plan: Plan) -> Solution | None:
-    """Return the plan's groups with the jobs that still exist, and every other job where it costs least.
+def repair(instance: Instance, packs: Iterable[Pack]) -> Solution | None:
+    """Return the groups of an earlier plan with the jobs that still exist, and every other job where it costs least.
 
     Groups of a degree that is no longer possible, or for which no devices are left, give up their jobs. None
     where some job finds no place.
@@ -15,7 +17,7 @@ def repair(instance: Instance, plan: Plan) -> Solution | None:
     class_of = {job_id: k for k, ids in enumerate(instance.members) for job_id in ids}
     missing = dict.fromkeys(class_of)
     groups: dict[tuple[int, ...], list[Counts]] = {}
-    for pack in sorted(plan.packs, key=lambda pack: (pack.start_s, pack.devices)):
+    for pack in sorted(packs, key=lambda pack: (pack.start_s, pack.devices)):
         kept = [job_id for job_id in pack.jobs if job_id in missing]
         if kept and pack.degree in instance.degrees:
             for job_id in kept:

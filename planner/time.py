@@ -99,9 +99,12 @@ class CostModel:
             value = getattr(model, name)
             if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
                 raise PlanError(f"{where}: {name} is {value!r}; a positive number is needed")
+        if not isinstance(model.fitted, dict):
+            raise PlanError(f"{where}: fitted is {model.fitted!r}; an object is needed")
         for name, values in model.fitted.items():
-            numbers = [v for v in values if isinstance(v, int | float) and math.isfinite(v) and v >= 0]
-            if len(values) != 4 or len(numbers) != 4 or not any(numbers):
+            numbers = values if isinstance(values, list) else []
+            sound = [v for v in numbers if isinstance(v, int | float) and math.isfinite(v) and v >= 0]
+            if len(numbers) != 4 or len(sound) != 4 or not any(sound):
                 raise PlanError(
                     f"{where}: fitted {name} is {values!r}; four numbers of at least 0 are needed, not all 0"
                 )

@@ -95,12 +95,12 @@ def plan_jobs(
     *,
     corners: Sequence[Job] = (),
     cost_model: planner.CostModel | None = None,
-    incumbent: planner.Plan | None = None,
+    incumbent: Sequence[planner.Pack] | None = None,
 ) -> planner.Plan:
     """Plan jobs whose data is read: `train` holds each job's rows, `scored` the tokens it is scored on.
 
     With `corners`, which ask for all that a search space can, the jobs are places for any job of the space. An
-    `incumbent` is an earlier plan that takes part.
+    `incumbent` is the packs of an earlier plan, which takes part.
 
     Raises:
       UserError: no plan is possible, or the sweep names other devices than this process has.
@@ -154,7 +154,8 @@ def sweep_problem(
         from plora_jax.adapters import alphas, ranks
 
         for job in patterned:
-            ranks(config, job), alphas(config, job)
+            ranks(config, job)
+            alphas(config, job)
     rows, count, data = rows or sweep.data.rows, token_counter(sweep.model), sweep.data
     names = dict.fromkeys(job.train or data.train for job in jobs)
     sizes = {name: data_size(sweep, name, count, rows) for name in names}
@@ -195,7 +196,7 @@ def _stops(config: EarlyStop) -> Callable[[planner.JobSpec, Random], float] | No
 def solve(
     problem: Problem,
     cost_model: planner.CostModel | None = None,
-    incumbent: planner.Plan | None = None,
+    incumbent: Sequence[planner.Pack] | None = None,
 ) -> planner.Plan:
     """Plan a problem; the plan's `jobs` carry the fields of the sweep beside the planner's.
 
@@ -247,18 +248,24 @@ def check_disk(out: Path, needed: int) -> None:
 
 
 def find_devices(text: str) -> planner.Devices:
-    """Read `8xA100-40GB`, `cpu-16GB`, `cpu` (this machine's) or `auto` (its visible GPUs, else its CPU)."""
+    """Read `8xA100-40GB`, `cpu-16GB`, `cpu` (this machine's) or `auto` (its visible GPUs, else its CPU).
+
+    A CPU has the cores that this process may use, shared among as many as are asked for.
+    """
     text = text.strip()
     found = visible_gpus() if text == "auto" else []
     if found:
         kind = gpu_spec(found[0])
         return planner.Devices(kind, sum(gpu.name == found[0].name for gpu in found))
     try:
-        return (
-            planner.cpu_device(memory_bytes(), cores()) if text in ("auto", "cpu") else planner.devices(text)
-        )
+        if text in ("auto", "cpu"):
+            return planner.cpu_device(memory_bytes(), cores())
+        asked = planner.devices(text)
     except planner.PlanError as error:
         raise UserError(f"devices: {error}") from None
+    if asked.spec.name != "cpu":
+        return asked
+    return replace(asked, spec=replace(asked.spec, cores=max(1, cores() // asked.count)))
 
 
 def gpu_spec(gpu: Gpu) -> planner.DeviceSpec:

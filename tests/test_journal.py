@@ -1,11 +1,21 @@
 """What follows from the lines of a journal, whoever wrote them; no model is loaded."""
 
+import copy
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 
 import planner
 from plora_jax.engine.driver import _unfinished
-from plora_jax.engine.journal import Journal, RunState
-from plora_jax.engine.replan import Replan, Seen, measured, open_packs, replan
+from plora_jax.engine.journal import Journal
+from plora_jax.engine.progress import make_console
+from plora_jax.engine.replan import Replanner, Seen, measured, open_packs, replan
+from plora_jax.engine.rundir import RunDirectory
+from plora_jax.engine.worker import Worker
 from plora_jax.jobs import Job
 
 JOBS = {job.job_id: job for job in (Job(learning_rate=0.01 * n, rank=4) for n in range(1, 7))}
@@ -101,7 +111,7 @@ def solve(names, scale, packs, slots=2):
 def begun(tmp_path):
     """Hold the journal of a run of three planned packs, the first of which a worker trains."""
     journal = Journal(tmp_path / "journal.jsonl")
-    settings = {"scope": "sweep", "reproducible": False, "devices": {"count": 1}}
+    settings = {"scope": "sweep", "reproducible": False, "devices": asdict(CPU)}
     journal.append("settings", settings=settings)
     jobs = {name: job.to_dict() for name, job in JOBS.items()}
     journal.add_plan(jobs, [solve(pair, 1.0, []).to_dict()["packs"][0] for pair in ((A, B), (C, D), (E, F))])
@@ -116,9 +126,9 @@ def planned(packs):
 
 @pytest.mark.parametrize("pace", [3.0, 1.2, 0.8])
 def test_what_nobody_has_begun_is_planned_again_at_the_measured_pace(begun, pace):
-    before = {name: dict(pack) for name, pack in begun.state.packs.items()}
+    before = copy.deepcopy(begun.state.packs)
     found = replan(begun.state, [Seen("pack-001", 10, pace)], solve)
-    assert found and found.replaces == ["pack-002", "pack-003"] and found.scale == pytest.approx(pace)
+    assert found and found.replaces == open_packs(begun.state) and found.scale == pytest.approx(pace)
     assert planned(found.packs) == sorted([C, D, E, F])  # each once, and none that is in training
     step_s = {pack["m"]: pack["step_s"] for pack in before.values()}
     assert all(pack["step_s"] == pytest.approx(pace * step_s[pack["m"]]) for pack in found.packs)
@@ -165,15 +175,19 @@ def test_what_was_begun_or_ended_is_never_planned_again(begun):
     begun.append("place", pack="pack-001", at=20, slot=0, job_id=F)  # taken from the third pack
     assert open_packs(begun.state) == {"pack-003": [E]}
     found = replan(begun.state, [Seen("pack-001", 30, 2.0)], solve)
-    assert found and found.replaces == ["pack-003"] and planned(found.packs) == [E]
+    assert found and found.replaces == {"pack-003": [E]} and planned(found.packs) == [E]
+    first, third = begun.state.packs["pack-001"], begun.state.packs["pack-003"]
+    left, (span,) = (first["steps"] - 30) * first["step_s"], [p for p in third["assign"] if p["job_id"] == E]
+    alone = span["end_s"] - span["start_s"]  # without the pause in which F would be scored
+    assert found.kept_s == pytest.approx(2 * left + third["setup_s"] + 2 * alone)
     begun.append("withdraw", job_id=E)
     assert replan(begun.state, [Seen("pack-001", 30, 2.0)], solve) is None
 
 
 def test_the_journal_folds_to_the_new_packs(begun):
     found = replan(begun.state, [Seen("pack-001", 10, 2.0)], solve)
-    assert isinstance(found, Replan)
-    begun.add_plan({}, found.packs, replaces=found.replaces, scale=found.scale)
+    assert found
+    begun.add_plan({}, found.packs, replaces=list(found.replaces), scale=found.scale)
     names = [name for name in begun.state.packs if name != "pack-001"]
     assert names == [f"pack-{4 + i:03d}" for i in range(len(found.packs))]  # no name is used twice
     assert sorted(job for name in names for job in begun.state.waiting(name)) == sorted([C, D, E, F])
@@ -182,6 +196,85 @@ def test_the_journal_folds_to_the_new_packs(begun):
     assert measured(begun.state, seen) == pytest.approx(2.0) and replan(begun.state, seen, solve) is None
     assert measured(begun.state, [Seen(names[0], 9, 1.5)]) == pytest.approx(3.0)
     again = Journal(begun.path)
-    assert again.refresh() == begun.state and again.state.scale == begun.state.scale
+    assert again.refresh() == begun.state
     again.close()
-    assert isinstance(begun.state, RunState)
+
+
+@pytest.fixture
+def replanner(begun, monkeypatch):
+    """Give a driver's re-planner whose solver calls `during` first, and the list of events that it writes."""
+    told, during = [], []
+
+    def plan_jobs(sweep, config, jobs, *_, cost_model, incumbent):
+        for act in during:
+            act()
+        assert [set(pack.jobs) for pack in incumbent] == [{C, D}, {E, F}]
+        return solve([job.job_id for job in jobs], 2.0, incumbent)
+
+    monkeypatch.setattr("plora_jax.engine.replan.plan_jobs", plan_jobs)
+    run = SimpleNamespace(event=lambda kind, **values: told.append((kind, values)))
+    task = SimpleNamespace(files={"rows": None}, eval=SimpleNamespace(tokens=30))
+    sweep = SimpleNamespace(data=SimpleNamespace(train="rows"))
+    one = Replanner(run, begun, sweep, None, task, make_console())
+    return partial(one.look, [{"pack": "pack-001", "micro_step": 10, "pace": 2.0}]), told, during
+
+
+def test_a_pack_that_a_worker_claims_while_the_driver_plans_is_not_replaced(begun, replanner):
+    look, told, during = replanner
+    worker = Journal(begun.path)
+
+    def claim():
+        worker.append("claim", pack="pack-002", worker="1")
+        worker.append("place", pack="pack-002", at=0, slot=0, job_id=C)
+        begun.refresh()  # as anything that reads the state does
+
+    during.append(claim)
+    look()
+    worker.close()
+    assert told == [] and list(begun.refresh().packs) == ["pack-001", "pack-002", "pack-003"]
+    assert begun.state.waiting("pack-002") == [D]
+
+
+def test_a_fault_while_the_driver_plans_ends_no_sweep(begun, replanner):
+    look, told, during = replanner
+
+    def fail():
+        raise ZeroDivisionError("in a solver")
+
+    during.append(fail)
+    look()
+    assert [kind for kind, _ in told] == ["error", "drift"] and told[0][1][
+        "cause"
+    ] == "planning again: in a solver"
+    during.clear()
+    begun.append("done", pack="pack-001")
+    look()
+    assert len(told) == 2  # nobody trains
+
+
+def test_the_driver_journals_another_plan(begun, replanner):
+    look, told, _ = replanner
+    look()
+    ((kind, values),) = told
+    assert kind == "replanned" and values["replaces"] == ["pack-002", "pack-003"] and values["factor"] == 2.0
+    assert list(begun.state.packs)[:2] == ["pack-001", "pack-004"]
+
+
+def test_the_base_model_is_scored_once_however_many_ask(tmp_path):
+    run, scored = RunDirectory(tmp_path), []
+    (tmp_path / "claims").mkdir()
+
+    def score(*_):
+        scored.append(1)
+        time.sleep(0.2)
+        return [SimpleNamespace(loss=2.0)]
+
+    worker = SimpleNamespace(
+        run=run,
+        status=lambda **_: None,
+        scorer=SimpleNamespace(score=score),
+        task=lambda: SimpleNamespace(eval=None),
+    )
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(Worker.score_base, [worker] * 4))
+    assert len(scored) == 1 and run.read_json("base.json") == {"loss": 2.0}

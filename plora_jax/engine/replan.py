@@ -6,7 +6,9 @@ line of the journal like any other decision: workers find them there, and a run 
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -41,10 +43,11 @@ class Seen(NamedTuple):
 class Replan(NamedTuple):
     """Hold the packs that take the place of others, how much slower than the cost model the device is, and the ends.
 
-    The ends are seconds from now: as it was planned, of the old packs at the measured pace, of the new ones at it.
+    `replaces` names the others, with the jobs that waited in each when this was decided. The ends are seconds from now:
+    as it was planned, of the old packs at the measured pace, of the new ones at it.
     """
 
-    replaces: list[str]
+    replaces: dict[str, list[str]]
     packs: list[dict[str, Any]]
     scale: float
     planned_s: float
@@ -90,14 +93,14 @@ def replan(state: RunState, seen: Sequence[Seen], solve: Solve) -> Replan | None
     if plan is None:
         return None
     running, count = _running(state, seen), state.settings["devices"]["count"]
-    then = [_seconds(pack, 1.0) for pack in old.values()]
-    kept = [_seconds(pack, factor / state.scale.get(name, 1.0)) for name, pack in old.items()]
-    now = [_seconds(pack, 1.0) for pack in sorted(plan.packs, key=lambda pack: pack.start_s)]
+    then = [_seconds(pack, waiting[name], 1.0) for name, pack in old.items()]
+    kept = [_seconds(pack, waiting[name], factor / state.scale.get(name, 1.0)) for name, pack in old.items()]
+    now = [_seconds(pack, pack.jobs, 1.0) for pack in sorted(plan.packs, key=lambda pack: pack.start_s)]
     planned_s = _end(_running(state, [one._replace(pace=1.0) for one in seen]), then, count)
     kept_s, left_s = _end(running, kept, count), _end(running, now, count)
     if left_s > kept_s:
         return None
-    return Replan(list(waiting), plan.to_dict()["packs"], factor, planned_s, kept_s, left_s)
+    return Replan(waiting, plan.to_dict()["packs"], factor, planned_s, kept_s, left_s)
 
 
 def _running(state: RunState, seen: Iterable[Seen]) -> list[float]:
@@ -106,8 +109,13 @@ def _running(state: RunState, seen: Iterable[Seen]) -> list[float]:
     return [max(pack["steps"] - one.micro_step, 0) * pack["step_s"] * one.pace for pack, one in packs]
 
 
-def _seconds(pack: planner.Pack, factor: float) -> float:
-    return pack.setup_s + factor * (pack.end_s - pack.start_s - pack.setup_s)
+def _seconds(pack: planner.Pack, jobs: Collection[str], factor: float) -> float:
+    """Return what a pack takes for some of its jobs, whose slots run side by side."""
+    slots: dict[int, float] = defaultdict(float)
+    for place in pack.assign:
+        if place.job_id in jobs:
+            slots[place.slot] += factor * (place.end_s - place.start_s)
+    return pack.setup_s + max(slots.values()) if slots else 0.0
 
 
 def _end(running: Sequence[float], packs: Iterable[float], workers: int) -> float:
@@ -150,7 +158,7 @@ class Replanner:
         found = None if state.settings["reproducible"] else replan(state, seen, self._solve)
         if found is None:
             self.run.event("drift", factor=round(factor, 3))
-        elif not self._adopt(found, open_packs(state)):
+        elif not self._adopt(found):
             self._seen_at -= 1  # a worker was faster: look again
 
     def _solve(
@@ -160,7 +168,6 @@ class Replanner:
         files = {job.job_id: job.train or self.sweep.data.train for job in jobs}
         if not self.task.files.keys() >= set(files.values()):  # jobs on other data were added
             return None
-        first = planner.Plan.from_json((self.run.path / "plan.json").read_text(encoding="utf-8"))
         devices = self.journal.devices
         slowed = planner.cost_model(devices.spec).slowed(scale)
         try:
@@ -172,21 +179,24 @@ class Replanner:
                 dict.fromkeys(files, self.task.eval.tokens),
                 devices,
                 cost_model=replace(slowed, load_s=0.0, load_bytes_s=math.inf),  # the base is resident
-                incumbent=replace(first, packs=tuple(packs)),
+                incumbent=packs,
             )
         except UserError:
             return None
+        except Exception as error:  # for which no sweep ends
+            self.run.event("error", cause=f"planning again: {error}", trace=traceback.format_exc())
+            return None
 
-    def _adopt(self, found: Replan, was: Mapping[str, list[str]]) -> bool:
+    def _adopt(self, found: Replan) -> bool:
         """Journal the new packs, unless a worker has begun one of the old ones, or taken a job, in the meantime."""
         with self.journal.locked() as state:
-            if open_packs(state) != was:
+            if open_packs(state) != found.replaces:
                 return False
-            self.journal.add_plan({}, found.packs, replaces=found.replaces, scale=found.scale)
+            self.journal.add_plan({}, found.packs, replaces=list(found.replaces), scale=found.scale)
         ends = {"planned_s": found.planned_s, "kept_s": found.kept_s, "left_s": found.left_s}
         told = {name: round(seconds, 1) for name, seconds in ends.items()}
         told["factor"] = round(found.scale, 3)
-        self.run.event("replanned", **told, replaces=found.replaces, packs=len(found.packs))
+        self.run.event("replanned", **told, replaces=list(found.replaces), packs=len(found.packs))
         say(
             self.console,
             f"micro-steps take {found.scale:.2f} times as long as by the cost model; what nobody has begun is planned "

@@ -5,6 +5,7 @@ Workers and driver meet in the run directory alone (journal.py). A pack is a wor
 """
 
 import argparse
+import fcntl
 import os
 import shutil
 import signal
@@ -293,11 +294,12 @@ class Worker:
     # ---- scores that are not a job's -----------------------------------------------------------------------------
 
     def score_base(self) -> None:
-        """Score the base model on the held-out rows, for the leaderboard's first line, unless it is done."""
-        if self.run.read_json("base.json"):
-            return
-        self.status(phase="scoring the base model", pack=BASE)
-        write_json(self.run.path / "base.json", vars(self.scorer.score([None], self.task().eval)[0]))
+        """Score the base model on the held-out rows, unless it is done; a worker that does it is waited for."""
+        with open(self.run.path / "claims" / "base.json.lock", "ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not self.run.read_json("base.json"):
+                self.status(phase="scoring the base model", pack=BASE)
+                write_json(self.run.path / "base.json", vars(self.scorer.score([None], self.task().eval)[0]))
 
     def score_test(self) -> None:
         """Score base and winner on the test rows, which nothing was chosen by."""

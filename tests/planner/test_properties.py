@@ -63,9 +63,9 @@ def test_the_bound_never_rises_with_a_device_more_or_a_job_less(jobs, count):
 def test_planning_again_is_never_worse_than_the_old_plan_repaired(jobs, others, before, after):
     old = make_plan(jobs, TINY, cluster(before), options=QUICK)
     problem = instance(others, f"{after}xA100-40GB")
-    repaired = repair(problem, old)
+    repaired = repair(problem, old.packs)
     assert repaired is not None
-    new = make_plan(others, TINY, cluster(after), options=QUICK, incumbent=old)
+    new = make_plan(others, TINY, cluster(after), options=QUICK, incumbent=old.packs)
     assert new.makespan_s <= makespan(repaired) * (1 + 1e-9)
     assert sum(n for g in repaired for p in g.packs for _, n in p.counts) == len(others)
 
