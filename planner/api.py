@@ -28,8 +28,8 @@ DTM_JOBS, DTM_DEVICES = 200, 16  # the published method is run as a baseline up 
 class Options:
     """Set what a plan may use and how long it is searched.
 
-    `max_slots` bounds J, `policies` the recompute policies. `effort` counts tries; None takes what a second
-    or so allows for the size. `wall_s` ends the search early, as a safety: such a plan says `truncated` and
+    `max_slots` bounds J, `policies` the recompute policies. `effort` counts tries; None takes what a few
+    seconds allow for the size. `wall_s` ends the search early, as a safety: such a plan says `truncated` and
     may differ between machines. `early_stop` adds the expected makespan under stopping, simulated.
     """
 
