@@ -78,6 +78,7 @@ class PackRun:
         self.slot_of = {a["job_id"]: a["slot"] for a in self.pack["assign"]}
         self.pace = Pace(self.pack["step_s"])
         self.as_planned = name not in state.limits
+        self.compiled: set[Any] = set()  # slots and shapes of the steps that were dispatched
 
     def run(self) -> None:
         """Train until no slot has work and none is left for it.
@@ -111,6 +112,7 @@ class PackRun:
         tokens = trainer.advance()
         fault("step")
         at, shape = trainer.micro_step, trainer.unread
+        self._tell_compiled(at, shape, time.perf_counter() - started)
         due = [j for j in trainer.slots if self._due(j)]
         if due:
             trainer.sync()
@@ -128,6 +130,13 @@ class PackRun:
         if trainer.unread:  # it was not waited for
             self.pace.add(shape, waited, seconds)
         self._report(tokens, seconds)
+
+    def _tell_compiled(self, at: int, shape: Any, seconds: float) -> None:
+        """Write down how long the first micro-step of a program took to dispatch: to compile it, or to find it kept."""
+        if (program := (self.trainer.spec.slots, shape)) not in self.compiled:
+            self.compiled.add(program)
+            what = {"micro_step": at, "slots": program[0], "length": shape.S, "compile_s": round(seconds, 3)}
+            self.run_dir.event("compiled", pack=self.name, worker=self.worker.name, **what)
 
     def _due(self, j: int) -> bool:
         held, step = self.held[j], self.trainer.step_of(j)

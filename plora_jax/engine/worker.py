@@ -77,7 +77,7 @@ class Worker:
         )
         self.console = console or make_console()
         keep_programs()
-        self.base = base or load_base(self.sweep.model, precision=self.sweep.precision.base)  # type: ignore[arg-type]
+        self.base = base or self._load()
         self.scorer = Scorer(self.base, runtime_for(self.base))
         self.higher_is_better = higher_is_better(self.sweep.data.metric, self.sweep.base_dir)
         self.on_status, self.asked = on_status, 0
@@ -85,6 +85,12 @@ class Worker:
         self._wrote, self.tokens = 0.0, 0
         self._steps: deque[tuple[int, float]] = deque(maxlen=1000)
         self._task = task
+
+    def _load(self) -> Base:
+        began = time.monotonic()
+        base = load_base(self.sweep.model, precision=self.sweep.precision.base)  # type: ignore[arg-type]
+        self.run.event("loaded", worker=self.name, load_s=round(time.monotonic() - began, 3))
+        return base
 
     # ---- what to run -------------------------------------------------------------------------------------------
 

@@ -1,7 +1,9 @@
 """Load a frozen base model: from a Hugging Face directory, a hub id, a .gguf file, or with random weights."""
 
 import zlib
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -22,6 +24,7 @@ from plora_jax.models.find import HUB_FILES, hub_snapshot, load_config, load_tok
 from plora_jax.models.gguf_tokenizer import tokenizer_from_gguf
 from plora_jax.models.table import Tensor, checkpoint_table
 
+READERS = 4  # tensors that are read at a time, while the device takes the one before them
 PRECISIONS = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 Placement = Callable[[str, tuple[int, ...]], Sharding]
 
@@ -63,7 +66,7 @@ def load_base(
     """Load a base model, tensor by tensor, onto the device.
 
     The model is checked from config.json before weights are fetched, and every tensor's name and shape before
-    any is read; host memory then holds one tensor at a time.
+    any is read; host memory then holds a few tensors at a time, which follow each other in the files.
 
     Args:
         name: hub id, directory with config.json and safetensors, or .gguf file.
@@ -89,8 +92,11 @@ def load_base(
         check_tensors(stored, config, name)
         zeros = {path: partial(jnp.zeros, leaf.shape, leaf.dtype) for path, leaf in flat}
         arrays = jax.jit(lambda: {path: make() for path, make in zeros.items()}, out_shardings=where)()
-        for key, tensor in checkpoint_table(config).items():
-            arrays[tensor.path] = _put(arrays[tensor.path], stored[key].read(), tensor)
+        table = checkpoint_table(config)
+        wanted = [(table[key], found) for key, found in stored.items() if key in table]
+        for (tensor, _), values in zip(wanted, _read_ahead(found for _, found in wanted), strict=True):
+            # waited for, so that host memory is free again
+            arrays[tensor.path] = jax.block_until_ready(_put(arrays[tensor.path], values, tensor))
     params = nnx.from_flat_state([(path, leaf.replace(arrays[path])) for path, leaf in flat])
     return Base(name, config, graphdef, params, tokenizer)
 
@@ -122,6 +128,18 @@ def _dtype(precision: str) -> Any:
             f"precision: {precision!r} is not supported by the loader; allowed are auto, fp32, bf16"
         )
     return PRECISIONS[precision]
+
+
+def _read_ahead(stored: Iterable[Stored]) -> Iterator[np.ndarray]:
+    """Read tensors in order, READERS at a time: one stream alone seldom keeps a disk busy."""
+    waiting: deque[Future[np.ndarray]] = deque()
+    with ThreadPoolExecutor(READERS, "reader") as pool:
+        for found in stored:
+            waiting.append(pool.submit(found.read))
+            if len(waiting) > READERS:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 def _put(stack: jax.Array, values: np.ndarray, tensor: Tensor) -> jax.Array:

@@ -6,7 +6,7 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-WORTH_S = 0.5  # a program that compiled faster is not kept
+WORTH_S = 0.01  # a program that compiled faster is not kept
 
 
 def cache_dir() -> Path:
