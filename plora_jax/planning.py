@@ -82,6 +82,7 @@ class Problem(NamedTuple):
     devices: planner.Devices
     precision: str
     early_stop: EarlyStop
+    slots: int | None = None  # most of a pack
     notes: tuple[str, ...] = ()
 
 
@@ -181,7 +182,8 @@ def _problem(
     stop = sweep.early_stop
     if stop.method != "none" and _stops(stop) is None:
         notes = (*notes, f"early_stop: {stop.method} is not simulated; the makespan is that without stops")
-    return Problem(jobs, specs, model_shape(config, sweep.model), devices, precision, stop, notes)
+    shape = model_shape(config, sweep.model)
+    return Problem(jobs, specs, shape, devices, precision, stop, sweep.train.slots, notes)
 
 
 def _stops(config: EarlyStop) -> Callable[[planner.JobSpec, Random], float] | None:
@@ -205,7 +207,11 @@ def solve(
     Raises:
       UserError: no plan is possible; the message says why.
     """
-    options = planner.Options(early_stop=_stops(problem.early_stop), baselines=incumbent is None)
+    options = planner.Options(
+        max_slots=problem.slots or planner.Options.max_slots,
+        early_stop=_stops(problem.early_stop),
+        baselines=incumbent is None,
+    )
     try:
         plan = planner.make_plan(
             problem.specs,

@@ -13,6 +13,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -95,8 +96,12 @@ def fetch_snippets() -> list[tuple[float, str]]:
     return [(float(rating), text.strip()) for _, rating, text in rows]
 
 
-def make_task(folder: Path, model: Path) -> dict[str, Path]:
-    """Write the three parts of the task as JSON lines, half positive and half negative, without an overlap."""
+def make_task(folder: Path, model: Path, counts: Mapping[str, int] = ROWS) -> dict[str, Path]:
+    """Write the parts of the task as JSON lines, half positive and half negative, without an overlap.
+
+    Raises:
+      UserError: there are fewer snippets than `counts` asks for.
+    """
     from plora_jax.models.find import load_tokenizer
 
     tokenizer = load_tokenizer(str(model))
@@ -108,11 +113,16 @@ def make_task(folder: Path, model: Path) -> dict[str, Path]:
         if abs(rating) >= MIN_RATING and length <= MAX_TOKENS and text not in seen:
             seen.add(text)
             pools[rating > 0].append(row)
+    half = sum(counts.values()) // 2
+    if half > min(map(len, pools)):
+        raise UserError(
+            f"quickstart: {half} rows of a kind are asked for, and there are {min(map(len, pools))}"
+        )
     random = np.random.Generator(np.random.Philox(SPLIT_SEED))
-    picked = [[pool[i] for i in random.permutation(len(pool))[: sum(ROWS.values()) // 2]] for pool in pools]
+    picked = [[pool[i] for i in random.permutation(len(pool))[:half]] for pool in pools]
     paths, start = {}, 0
     folder.mkdir(parents=True, exist_ok=True)
-    for part, count in ROWS.items():
+    for part, count in counts.items():
         rows = [row for label in picked for row in label[start : start + count // 2]]
         rows = [rows[i] for i in random.permutation(len(rows))]
         paths[part] = folder / f"{part}.jsonl"

@@ -315,6 +315,7 @@ def same_but_for_spelled_defaults(one: Sweep, other: Sweep) -> bool:
         "search: {rank: [8, 16], learning_rate: {log_uniform: [1e-5, 1e-3]}, sample: 7, seed: 3}",
         "search: {jobs: [{rank: 4, max_steps: 5}, {targets: [q_proj], rank_pattern: {q_proj: 2}}]}",
         "train: {optimizer: sgd, momentum: 0.9, seeds: [1, 2], alpha_ratio: 2, keep: last, warmup_steps: 0}",
+        "train: {slots: 4}",
         "search: {rank_pattern: [{q_proj: 4}, {v_proj: 8}], optimizer: [sgd, adamw]}",
         "search: {targets: [[q_proj, v_proj], all-linear]}\ndevices: 2xH100\nprecision: bf16",
         "train: {init_adapter: some/adapter, max_steps: 4}\neval: {every_steps: 2}",

@@ -1,12 +1,10 @@
 """A pack on its way: scores while it trains, stops, withdrawals, want of memory, fewer slots; on a tiny model."""
 
 import json
-from functools import partial
 
 import jax
 import pytest
 
-import planner
 from plora_jax.cli import main
 from plora_jax.engine import faults
 from plora_jax.engine.journal import Journal
@@ -87,12 +85,6 @@ def test_last_keeps_the_last_adapter(root, tmp_path):
 
 
 @pytest.fixture
-def two_slots(monkeypatch):
-    """Let no pack have more than two slots, so that jobs wait for them."""
-    monkeypatch.setattr("plora_jax.planning.planner.Options", partial(planner.Options, max_slots=2))
-
-
-@pytest.fixture
 def compiled():
     """List what XLA compiles from here on."""
     found: list[str] = []
@@ -105,10 +97,10 @@ def compiled():
     return found
 
 
-def test_a_stopped_jobs_slot_is_refilled_by_the_same_program(root, tmp_path, two_slots, compiled):
+def test_a_stopped_jobs_slot_is_refilled_by_the_same_program(root, tmp_path, compiled):
     rates = [1.0, 3.0, 0.05, 2.0, 0.02, 0.03]
     jobs = [{"learning_rate": rate, "rank": 4} for rate in rates]
-    more = {"train": {"epochs": 8, "max_grad_norm": 0}, "eval": {"every_epochs": 4}}
+    more = {"train": {"epochs": 8, "max_grad_norm": 0, "slots": 2}, "eval": {"every_epochs": 4}}
     stop = {"early_stop": {"method": "asha", "reduction_factor": 2}}
     run(root, tmp_path / "warm", search={"jobs": jobs[:2]}, **more, **stop)  # one is stopped
     assert compiled  # it does count
@@ -212,13 +204,11 @@ def test_jobs_are_added_and_withdrawn(root, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("stop", [None, {"method": "median", "min_jobs": 1, "grace_period": 0.3}])
-def test_jobs_are_drawn_as_slots_fall_free_and_a_resumed_run_draws_the_same(
-    root, tmp_path, two_slots, arm, stop
-):
+def test_jobs_are_drawn_as_slots_fall_free_and_a_resumed_run_draws_the_same(root, tmp_path, arm, stop):
     pytest.importorskip("optuna")
     space = {"learning_rate": {"log_uniform": [1e-3, 1.0]}, "rank": [2, 4], "batch_size": [3, 6]}
     search = space | {"method": "optuna", "budget": {"jobs": 6}, "seed": 3}
-    train = {"train": {"epochs": 4}, "early_stop": stop}
+    train = {"train": {"epochs": 4, "slots": 2}, "early_stop": stop}
     rows = run(root, tmp_path / "run", search=search, **train)
     assert len(rows) == 6 and {row["rank"] for row in rows.values()} <= {2, 4}
     journal = Journal(tmp_path / "run" / "journal.jsonl").refresh()
@@ -233,8 +223,8 @@ def test_jobs_are_drawn_as_slots_fall_free_and_a_resumed_run_draws_the_same(
     }
 
 
-def test_a_budget_of_tokens_ends_the_draws(root, tmp_path, two_slots):
+def test_a_budget_of_tokens_ends_the_draws(root, tmp_path):
     search = {"learning_rate": {"log_uniform": [1e-3, 1.0]}, "method": "random", "budget": {"tokens": 150}}
-    rows = run(root, tmp_path / "run", search=search, train={"epochs": 2})
+    rows = run(root, tmp_path / "run", search=search, train={"epochs": 2, "slots": 2})
     each = next(iter(rows.values()))["tokens"]
     assert each * (len(rows) - 1) < 150 <= each * (len(rows) + 1)

@@ -82,6 +82,14 @@ def test_a_job_in_the_planners_words() -> None:
     assert job_spec(Job(), Size(9, 9, 9, ""), "a").targets is None
 
 
+def test_a_sweep_says_how_many_slots_a_pack_may_have(tmp_path: Path) -> None:
+    write_rows(tmp_path / "train.jsonl", ROWS)
+    search = {"rank": [4], "learning_rate": [n * 1e-4 for n in range(1, 7)]}
+    free = planned(load_sweep(write_sweep(tmp_path, search=search)))
+    few = planned(load_sweep(write_sweep(tmp_path, search=search, train={"slots": 2})))
+    assert [len(pack.slots) for pack in free.packs] == [6] and {len(pack.slots) for pack in few.packs} == {2}
+
+
 def test_rows_are_counted_and_tokenised(tmp_path: Path) -> None:
     """Lengths are those of a tokenizer that splits on words: counted here by hand."""
     sweep = load_sweep(write_sweep(tmp_path))

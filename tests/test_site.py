@@ -138,3 +138,13 @@ def test_a_lost_gpu_is_named(here):
     assert site._lost_gpu(found.groups[3]) == "the driver no longer finds GPU-3"
     assert site._lost_gpu(found.groups[2]) == ""
     assert planning.find_devices("auto").count == 3
+
+
+def test_a_gpu_that_this_process_uses_already(here):
+    here.gpus = [H200[0]._replace(used_mib=108_000)]
+    with pytest.raises(UserError, match="1 GPU here, 0 of them free"):
+        find_site(LaunchOptions("inline"), "auto")
+    found = find_site(LaunchOptions("inline"), "H200", held=100 * 2**30)
+    assert found.launcher is None and len(found.groups) == found.devices.count == 1
+    assert found.devices.spec.limit_bytes == pytest.approx(100 * 2**30, rel=1e-6)
+    assert find_site(LaunchOptions("inline"), "auto", held=2**40).devices.spec.memory_bytes == 143771 * 2**20

@@ -35,6 +35,7 @@ BELONGS |= {
     "seeds": "train",
     "seed": "train or search",
     "keep": "train",
+    "slots": "train",
 }
 
 
@@ -107,7 +108,7 @@ class SearchConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Hold what every job shares: `fixed` job fields, repeats over seeds, and which adapter is kept."""
+    """Hold what every job shares: `fixed` job fields, repeats over seeds, which adapter is kept, and slots."""
 
     fixed: tuple[tuple[str, Any], ...] = ()
     seeds: tuple[int, ...] = setting(
@@ -116,6 +117,12 @@ class TrainConfig:
     keep: Literal["best", "last"] = setting(
         "best",
         "export the adapter of the best evaluation, or the last one; without `eval` and `early_stop` both are it",
+    )
+    slots: int | None = setting(
+        None,
+        "most jobs side by side in a pack; fewer than jobs: early stopping lets the next ones in sooner. None: as many "
+        "as are fastest when nothing is stopped",
+        low=1,
     )
 
 
@@ -180,7 +187,7 @@ def _job_fields(
 
 
 def read_train(raw: Any, faults: Faults, belongs: dict[str, str]) -> TrainConfig:
-    """Check the section `train`: any job field, seeds, and keep."""
+    """Check the section `train`: any job field, seeds, keep, and slots."""
     if raw is None:
         return TrainConfig()
     if not isinstance(raw, dict):
@@ -191,7 +198,7 @@ def read_train(raw: Any, faults: Faults, belongs: dict[str, str]) -> TrainConfig
     raw = dict(raw)
     if raw.pop("train", None) is not None:
         faults.add(("train", "train"), "the training rows of the sweep belong under data.train")
-    fixed = _job_fields(raw, ("train",), faults, belongs, ("seeds", "keep"))
+    fixed = _job_fields(raw, ("train",), faults, belongs, ("seeds", "keep", "slots"))
     own = {f.name: f for f in fields(TrainConfig) if f.metadata}
     rest = section({k: v for k, v in raw.items() if k in own}, ("train",), own, faults, {})
     if "seeds" in rest and (not rest["seeds"] or len(set(rest["seeds"])) < len(rest["seeds"])):

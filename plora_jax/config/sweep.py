@@ -323,7 +323,7 @@ def resolved(sweep: Sweep) -> str:
     train = {
         n: fixed.get(n, spec.default) for n, spec in JOB_FIELDS.items() if n in fixed or n not in hidden
     } | fixed
-    train |= {"seeds": sweep.train.seeds, "keep": sweep.train.keep}
+    train |= {name: getattr(sweep.train, name) for name in ("seeds", "keep", "slots")}
     search: dict[str, Any] = {
         n: {a.kind: [a.low, a.high]} if isinstance(a, Range) else list(a) for n, a in axes
     }

@@ -42,6 +42,7 @@ from plora_jax.models.load import Base, check_weights, load_base
 from plora_jax.planning import check_disk, disk_bytes, plan_jobs, trained_rows
 from plora_jax.report.write import write_report
 from plora_jax.search.drawing import corner_jobs
+from plora_jax.training.recompute import device_bytes
 
 # Forward passes that a trained token costs: its own, and a backward pass to the inputs alone.
 TRAINING_WORK = 2.0
@@ -140,7 +141,7 @@ def run_sweep(
 def _site(sweep: Sweep, launch: LaunchOptions | None, base: Base | None) -> Site:
     """Find what the sweep runs on; a single CPU worker is this process itself, unless a launcher is asked for."""
     if base is not None:
-        return find_site(LaunchOptions("inline"), sweep.devices)
+        return find_site(LaunchOptions("inline"), sweep.devices, held=device_bytes())
     site = find_site(launch or LaunchOptions(), sweep.devices)
     alone = launch is None and site.devices.spec.name == "cpu" and len(site.groups) == 1
     return site._replace(launcher=None) if alone else site

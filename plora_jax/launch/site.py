@@ -39,8 +39,11 @@ class Site(NamedTuple):
     note: str = ""
 
 
-def find_site(options: LaunchOptions, devices: str) -> Site:
+def find_site(options: LaunchOptions, devices: str, *, held: int | None = None) -> Site:
     """Find what a sweep with `devices` (as in SWEEP.yaml) runs on.
+
+    Args:
+      held: bytes of its GPU that JAX may use in this process, which already does; for "inline" alone.
 
     Raises:
       UserError: the devices that are asked for are not there, or more workers are asked for than there are devices.
@@ -56,14 +59,15 @@ def find_site(options: LaunchOptions, devices: str) -> Site:
     if options.launcher == "inline":
         if options.workers not in (None, 1):
             raise UserError(f"--workers {options.workers}: with --launcher inline there is one")
-        return local_site(devices, 1)._replace(launcher=None)
+        return local_site(devices, 1, held)._replace(launcher=None)
     return local_site(devices, options.workers)
 
 
-def local_site(devices: str, workers: int | None = None) -> Site:
+def local_site(devices: str, workers: int | None = None, held: int | None = None) -> Site:
     """Share this machine among workers: a GPU each, or, without GPUs, cores; every worker has cores of its own.
 
-    GPUs of another kind than the first, and those that other programs use, are left out.
+    GPUs of another kind than the first, and those that other programs use, are left out. `held` is as in `find_site`:
+    such a GPU is in use by this process, and that much of it is there to plan with.
 
     Raises:
       UserError: as `find_site`.
@@ -72,6 +76,11 @@ def local_site(devices: str, workers: int | None = None) -> Site:
     on_cpu = devices == "cpu" or (asked is not None and asked.spec.name == "cpu")
     found, why = ([], "") if on_cpu else _usable_gpus()
     if found:
+        if held is not None:
+            site = _gpu_site([found[0]._replace(used_mib=0)], devices, asked, workers)
+            spec = site.devices.spec
+            spec = replace(spec, memory_bytes=min(spec.memory_bytes, int(held / spec.usable)))
+            return site._replace(devices=replace(site.devices, spec=spec))
         return _gpu_site(found, devices, asked, workers)
     if not on_cpu and asked:
         raise UserError(f"devices: {devices} is asked for, but {why}; devices: auto runs on the CPU")
