@@ -75,7 +75,7 @@ def make_plan(
     cost = cost_model or shipped_cost_model(devices.spec)
     instance = Instance(kept, shape, devices, precision, cost, options.max_slots, options.policies)
     started = time.perf_counter()
-    bound, kind = bounds(instance)
+    bound = bounds(instance)
     start = repair(instance, incumbent) if incumbent else None
     deadline = started + options.wall_s
     effort = options.effort or default_effort(instance)
@@ -91,7 +91,6 @@ def make_plan(
         instance,
         placed,
         bound,
-        kind,
         method,
         planning_s=planning_s,
         baselines_s=time.perf_counter() - started,

@@ -3,6 +3,7 @@
 from typing import Any
 
 from planner.instance import Instance
+from planner.ours import Bound
 from planner.pack import Choice, lay_out
 from planner.placed import Placed
 from planner.plan import Assign, Pack, Plan
@@ -67,9 +68,7 @@ def date_jobs(instance: Instance, choice: Choice, jobs: list[tuple[str, int]], s
     return sorted(out, key=lambda a: (a.slot, a.start_s))
 
 
-def build_plan(
-    instance: Instance, placed: list[Placed], bound: float, kind: str, method: str, **more: Any
-) -> Plan:
+def build_plan(instance: Instance, placed: list[Placed], bound: Bound, method: str, **more: Any) -> Plan:
     """Make the plan of placed packs."""
     jobs = {
         job.job_id: {
@@ -86,10 +85,11 @@ def build_plan(
         }
         for job in instance.jobs
     }
+    prices = zip(bound.prices.tolist(), instance.members, strict=True) if bound.kind == "groups" else ()
     return Plan(
         makespan_s=max(item.end_s for item in placed),
-        lower_bound_s=bound,
-        bound=kind,
+        lower_bound_s=bound.seconds,
+        bound=bound.kind,
         packs=build_packs(instance, placed),
         jobs=jobs,
         device=instance.devices.spec.name,
@@ -97,5 +97,6 @@ def build_plan(
         model=instance.shape.name,
         precision=instance.precision,
         method=method,
+        prices={name: price for price, names in prices for name in names},
         **more,
     )

@@ -1,11 +1,12 @@
-"""The bound's second opinion: "could all jobs finish within C?", asked anew with cvxpy, one mode at a time.
+"""The bound's second opinion: "could all jobs finish within C?", asked anew in plain loops and with cvxpy.
 
 A mode is (length, rank bucket, m, degree, policy). The model allows more than any plan (jobs may be cut,
 machines are interchangeable, programs fractional); if even that is impossible within C, then C is a lower
-bound.
+bound. Where a plan gives its jobs prices, a fourth argument asks whether any group can earn its share of them.
 """
 
 import math
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -32,12 +33,13 @@ class _Mode(NamedTuple):
 
 
 Ways = list[tuple[_Mode, Way]]
+CELLS = 5_000  # of the time within which a group earns prices
 
 
 def can_finish(
     plan: Plan, jobs: list[JobSpec], shape: ModelShape, devices: Devices, cost: CostModel, C: float
 ) -> bool:
-    """Say whether none of the three arguments rules out that all jobs finish within C seconds."""
+    """Say whether none of the arguments rules out that all jobs finish within C seconds."""
     kinds: dict[tuple, list[JobSpec]] = {}
     for job in jobs:
         kinds.setdefault(
@@ -63,6 +65,8 @@ def can_finish(
     G = devices.count // smallest * smallest
     if not _counts_fit(groups, ways, modes, G, C):
         return False
+    if plan.prices and not _share_is_earned(plan, groups, ways, modes, cost, G, C):
+        return False
     load = min(mode.setup for mode in modes) - cost.compile_s
     return _machine_time(groups, ways, cost, C) <= G * (C - load) * (1 + 1e-7)
 
@@ -74,7 +78,8 @@ def _bucket(rank: int) -> int:
 def _modes(
     jobs: list[JobSpec], precision: str, shape: ModelShape, devices: Devices, cost: CostModel
 ) -> list[_Mode]:
-    lengths = {(job.row_tokens * (1 + cost.padding), -(-job.max_row_tokens // 8) * 8) for job in jobs}
+    means = {job.row_tokens * (1 + cost.padding) for job in jobs}
+    lengths = {(S, -(-job.max_row_tokens // 8) * 8) for S in means for job in jobs}
     rows = {m for job in jobs for m in range(1, job.batch_size + 1) if job.batch_size % m == 0}
     targets = min((job.targets for job in jobs if job.targets is not None), key=len, default=None)
     optimizer = "sgd" if any(job.optimizer == "sgd" for job in jobs) else "adamw"
@@ -189,6 +194,89 @@ def _counts_fit(groups: list[list[JobSpec]], ways: list[Ways], modes: list[_Mode
         if sum(len(groups[k]) for k in heavy) > holds[G]:
             return False
     return True
+
+
+def _share_is_earned(
+    plan: Plan,
+    groups: list[list[JobSpec]],
+    ways: list[Ways],
+    modes: list[_Mode],
+    cost: CostModel,
+    G: int,
+    C: float,
+) -> bool:
+    """Say whether a group of any degree can earn, within C, its share of the prices of all jobs.
+
+    If none can, not all jobs are done: the groups' earnings would be below the sum of all prices.
+    """
+    prices = [plan.prices[group[0].job_id] for group in groups]
+    share = sum(price * len(group) for price, group in zip(prices, groups, strict=True)) / G
+    for d in sorted({mode.degree for mode in modes}):
+        goal = d * share * (1 - 1e-9)
+        own = [  # policies that cost the same are one mode
+            list({mode: way for mode, way in options if mode.degree == d}.items()) for options in ways
+        ]
+        scored = [
+            min((way[2] for _, way in options), default=math.inf) / price
+            for options, price in zip(own, prices, strict=True)
+            if price > 0
+        ]
+        load = min(mode.setup for mode in modes if mode.degree == d) - cost.compile_s
+        room = C - load - goal * min(scored)
+        if room > 0 and _most_earned(groups, own, prices, cost.compile_s, room) >= goal:
+            return True
+    return False
+
+
+def _most_earned(
+    groups: list[list[JobSpec]], ways: list[Ways], prices: list[float], compile_s: float, room: float
+) -> float:
+    """Return the most that packs, one after another, earn within some seconds, times cut down to cells."""
+    best = [0.0] * (CELLS + 1)  # earned by one pack of so many cells
+    at: dict[
+        _Mode, list[tuple[float, int, int]]
+    ] = {}  # price a step, steps, jobs of each class that may be in it
+    for group, options, price in zip(groups, ways, prices, strict=True):
+        for mode, (steps, _, _) in options:
+            at.setdefault(mode, []).append((price / steps, steps, len(group)))
+    for mode, jobs in at.items():
+        jobs.sort(reverse=True)
+        for length in _lengths({steps for _, steps, _ in jobs}, (room - compile_s) / (mode.t0 + mode.slot_s)):
+            fit = [job for job in jobs if job[1] <= length]
+            work = [0, *accumulate(steps * n for _, steps, n in fit)]
+            earned = [0.0, *accumulate(rate * steps * n for rate, steps, n in fit)]
+            whole = 0
+            for J in range(1, mode.slots + 1):
+                seconds = compile_s + length * (mode.t0 + J * mode.slot_s)
+                while whole < len(fit) and work[whole + 1] <= J * length:
+                    whole += 1
+                if seconds > room:
+                    break
+                part = (J * length - work[whole]) * fit[whole][0] if whole < len(fit) else 0.0
+                cell = int(seconds / room * CELLS)
+                best[cell] = max(best[cell], earned[whole] + part)
+                if whole == len(fit):
+                    break
+    packs: list[tuple[int, float]] = []
+    for cell, value in enumerate(best):
+        if value > (packs[-1][1] if packs else 0.0):
+            packs.append((cell, value))
+    most = [0.0] * (CELLS + 1)
+    for cell, value in packs:
+        if most[cell] < value:
+            for i in range(cell, CELLS + 1):
+                most[i] = max(most[i], most[i - cell] + value)
+    return most[-1]
+
+
+def _lengths(steps: set[int], longest: float) -> list[int]:
+    """Return the micro-steps that jobs one after another may have."""
+    sums: set[int] = set()
+    last = {0}
+    while last:
+        last = {a + b for a in last for b in steps if a + b <= longest} - sums
+        sums |= last
+    return sorted(sums)
 
 
 def _machine_time(groups: list[list[JobSpec]], ways: list[Ways], cost: CostModel, C: float) -> float:

@@ -45,7 +45,8 @@ def make_types(instance: Instance) -> Types:
     """List every type that some class needs, and every class it can serve."""
     K = range(len(instance.classes))
     own = [instance.need(((k, 1),)) for k in K]
-    lengths = sorted({(need.S, need.S_max) for need in own})
+    seen = {(need.S, need.S_max) for need in own}  # a pack's mean length and longest may be two jobs'
+    lengths = sorted({(max(a[0], b[0]), max(a[1], b[1])) for a in seen for b in seen})
     buckets = sorted({need.bucket for need in own})
     rows: list[tuple[Need, int, int, float, float, int, float]] = []
     pairs: list[tuple[int, int, int, float]] = []

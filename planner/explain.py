@@ -44,6 +44,7 @@ def _bound(plan: Plan) -> str:
         "lp": "all devices busy all the time with every job in its cheapest program would take that long: "
         "more devices would help",
         "pigeonhole": "jobs are whole: some device group must take one more of them than the average",
+        "groups": "no device group can be filled with packs so well that all its time is used: more devices would help",
     }[plan.bound]
     return f"no plan is shorter than {duration(plan.lower_bound_s)}: {reason}."
 

@@ -15,88 +15,12 @@ from planner.config_lp import Types
 from planner.groups import Group, Solution, insert
 from planner.instance import Instance
 from planner.pack import Choice, choose_pack, group_seconds
+from planner.trials import Ranking, Table, make_table
 
-WAVES = 4  # a pack lasts at most so many times as long as one of its jobs
 BEAM = 4  # groups half filled that are kept at each depth
 DEEP = 6  # packs of a group after which only one is kept
 MOST_LEFT = 128  # jobs left over that are put in one by one, which is slow with many groups
 BRANCH = 2  # packs tried on each, beside the one that fills it best
-
-
-class Table(NamedTuple):
-    """Hold the packs that a group of one degree may run: a row is a program and its micro-steps L, a trial a row
-    and J.
-    """
-
-    degree: int
-    steps: np.ndarray  # [row, class] micro-steps of a job; 0 where the row cannot take it
-    kind: np.ndarray  # [row] number of the program
-    tight: (
-        np.ndarray
-    )  # [2, row, class] whether the program's rank bucket, and its length, are the class's own
-    row: np.ndarray  # [trial]
-    capacity: np.ndarray  # [trial] J · L
-    seconds: np.ndarray  # [trial] L · (t0 + J · slot) + compile
-
-
-def make_table(instance: Instance, types: Types, degree: int, room: float) -> Table:
-    """List the packs that take at most `room` seconds, but those that another program of its row beats."""
-    programs: dict[tuple, list[int]] = {}
-    for t, need in enumerate(types.needs):
-        if need[2] == degree:
-            programs.setdefault(need, []).append(t)
-    own = instance.own_needs
-    buckets, lengths = np.array([need.bucket for need in own]), np.array([need.S for need in own])
-    rows: list[np.ndarray] = []
-    kinds: list[int] = []
-    tight: list[tuple[np.ndarray, np.ndarray]] = []
-    trials: list[tuple[int, int, float]] = []
-    for kind, ((need, _, _), of_policy) in enumerate(programs.items()):
-        pairs = np.flatnonzero(types.t == of_policy[0])
-        steps = np.zeros(len(own), dtype=int)
-        steps[types.k[pairs]] = types.steps[pairs]
-        for L in _lengths(steps):
-            found = [
-                (int(J) * L, L * (types.t0[t] + J * types.slot_s[t]) + instance.cost.compile_s)
-                for t in of_policy
-                for J in _slots(int(types.limit[t]))
-            ]
-            least = np.inf
-            kept = []
-            for size, time in sorted(found, key=lambda item: (-item[0], item[1])):
-                if time < least:
-                    least = time
-                    kept.append((len(rows), size, time))
-            kept = [trial for trial in kept if trial[2] <= room]
-            if kept:
-                trials += kept
-                rows.append(np.where(steps <= L, steps, 0))
-                kinds.append(kind)
-                tight.append((buckets == need.bucket, lengths == need.S))
-    row, capacity, seconds = np.array(trials, dtype=float).reshape(-1, 3).T
-    return Table(
-        degree,
-        np.array(rows).reshape(-1, len(own)),
-        np.array(kinds),
-        np.array(tight, dtype=bool).reshape(-1, 2, len(own)).transpose(1, 0, 2),
-        row.astype(int),
-        capacity.astype(int),
-        seconds,
-    )
-
-
-def _lengths(steps: np.ndarray) -> list[int]:
-    """Return the micro-steps a pack may last: multiples of its jobs' own, near ones once."""
-    out: list[int] = []
-    for L in sorted({int(w * s) for s in set(steps[steps > 0]) for w in range(1, WAVES + 1)}):
-        if not out or 1.02 * out[-1] < L:
-            out.append(L)
-    return out
-
-
-def _slots(limit: int) -> list[int]:
-    """Return the numbers of slots to try: all of few, every fourth of many, the most that fit."""
-    return [J for J in range(1, limit + 1) if J <= 24 or J % 4 == 0 or limit == J]
 
 
 class State(NamedTuple):
@@ -124,12 +48,7 @@ class Filler:
         self.capacity, self.seconds = table.capacity[trials], table.seconds[trials]
         scoring = np.array([instance.eval_seconds(table.degree, int(k)) for k in self.live])
         worth = prices[self.live] - table.degree * scoring
-        steps = table.steps[np.ix_(used, self.live)]
-        density = np.where(steps > 0, worth / np.maximum(steps, 1), -np.inf)
-        self.order = np.argsort(-density, axis=1, kind="stable")
-        steps = np.take_along_axis(steps, self.order, 1)
-        self.member, self.steps = steps > 0, np.maximum(steps, 1)
-        self.worth = np.where(self.member, worth[self.order], 0.0)
+        self.ranking = Ranking(table.steps[np.ix_(used, self.live)], worth)
 
     def fill(self) -> tuple[float, State] | None:
         """Return the packs of least loss and that loss, idle time included; None where no job fits."""
@@ -165,20 +84,9 @@ class Filler:
         here = np.flatnonzero(self.seconds <= room)
         if not len(here):
             return []
-        row, capacity, seconds = self.row[here], self.capacity[here], self.seconds[here]
-        jobs = np.where(self.member, state.left[self.order], 0)
-        R, K = jobs.shape
-        work, value = np.zeros((R, K + 1), dtype=np.int64), np.zeros((R, K + 1))
-        np.cumsum(jobs * self.steps, axis=1, out=work[:, 1:])
-        np.cumsum(jobs * self.worth, axis=1, out=value[:, 1:])
-        stride = int(work[:, -1].max()) + int(capacity.max()) + 1
-        rising = (work + stride * np.arange(R)[:, None]).ravel()
-        whole = np.searchsorted(rising, capacity + stride * row, side="right") - 1 - row * (K + 1)
-        last = np.minimum(whole, K - 1)
-        part = np.where(whole < K, (capacity - work[row, whole]) // self.steps[row, last], 0)
-        part = np.minimum(part, jobs[row, last])
-        worth = value[row, whole] + part * self.worth[row, last]
-        lost = np.where(worth > 0, self.degree * seconds - worth, np.inf)
+        seconds = self.seconds[here]
+        best = self.ranking.best(state.left, self.row[here], self.capacity[here])
+        lost = np.where(best.worth > 0, self.degree * seconds - best.worth, np.inf)
         out: list[State] = []
         kinds: set[int] = set()
         tried: set[bytes] = set()
@@ -187,14 +95,10 @@ class Filler:
         few = np.flatnonzero(rate <= worst)
         first = few[np.argsort(rate[few], kind="stable")][: 12 * BRANCH]
         for c in (int(np.argmin(lost - self.degree * seconds)), *map(int, first)):
-            kind = int(self.kind[row[c]])
+            kind = int(self.kind[best.row[c]])
             if kind in kinds or not np.isfinite(rate[c]):
                 continue
-            taken = np.zeros(K, dtype=int)
-            at = self.order[row[c], : whole[c] + 1]
-            taken[at] = jobs[row[c], : whole[c] + 1]
-            if whole[c] < K:
-                taken[at[-1]] = part[c]
+            taken = best.taken(c)
             if taken.tobytes() not in tried:
                 tried.add(taken.tobytes())
                 kinds.add(kind)
@@ -218,7 +122,8 @@ Tables = dict[int, Table]
 
 def make_tables(instance: Instance, types: Types, C: float) -> Tables:
     """List the packs of every degree that end within C."""
-    return {d: make_table(instance, types, d, C - instance.load_seconds(d)) for d in instance.degrees}
+    rooms = {d: C - instance.load_seconds(d) for d in instance.degrees}
+    return {d: make_table(instance, types, d, room) for d, room in rooms.items()}
 
 
 def _group(instance: Instance, degree: int, state: State) -> Group:

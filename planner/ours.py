@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,11 +11,13 @@ from planner.config_lp import lp_bound, make_types, solve
 from planner.exact import exact, is_small
 from planner.fill import dive, make_tables
 from planner.greedy import greedy
+from planner.group_lp import group_bound
 from planner.groups import Solution, makespan
 from planner.instance import Instance
 from planner.recut import recut
 from planner.search import improve
 
+GROUP_JOBS = 1_000  # the most for which the bound over whole groups is sought
 GOAL = 1.002  # makespan / bound at which searching more is idle
 AIMS = (0.4, 0.6, 0.8)  # times that all groups are filled for, between the bound and the best known
 NOISE = 0.02  # deviation of the logarithms of prices, where they are disturbed
@@ -34,16 +37,34 @@ class Effort:
     dives: int = 8
 
 
-def bounds(instance: Instance) -> tuple[float, str]:
-    """Return the lower bound of the makespan and its kind: longest, lp or pigeonhole."""
-    bound, kind = lower_bound(instance)
-    lp = lp_bound(instance, make_types(instance), bound)
-    return (lp, "lp") if lp > bound else (bound, kind)
+class Bound(NamedTuple):
+    """Hold a lower bound on the makespan in seconds, its kind (longest, lp, pigeonhole or groups), and what a job of
+    each class is worth at it in seconds × devices: searches go by that, and it proves a bound of the kind `groups`.
+    """
+
+    seconds: float
+    kind: str
+    prices: np.ndarray
+
+
+def bounds(instance: Instance) -> Bound:
+    """Return the best lower bound of all kinds."""
+    seconds, kind = lower_bound(instance)
+    types = make_types(instance)
+    lp = lp_bound(instance, types, seconds)
+    if lp > seconds:
+        seconds, kind = lp, "lp"
+    prices = solve(instance, types, seconds * 1.02).prices
+    if instance.n_jobs <= GROUP_JOBS:
+        found, better = group_bound(instance, types, seconds, prices)
+        if found > seconds:
+            return Bound(found, "groups", better)
+    return Bound(seconds, kind, prices)
 
 
 def ours(
     instance: Instance,
-    bound: float,
+    bound: Bound,
     effort: Effort,
     start: Solution | None = None,
     deadline: float = float("inf"),
@@ -53,7 +74,7 @@ def ours(
 
     `start` takes part where given.
     """
-    goal = bound * GOAL
+    goal = bound.seconds * GOAL
     if is_small(instance):
         return exact(instance), "exact", False
     best, name = min(greedy(instance, goal).values(), key=makespan), "greedy"
@@ -69,12 +90,11 @@ def ours(
         return best, name, False
     types = make_types(instance)
     tables = make_tables(instance, types, makespan(best))
-    prices = solve(instance, types, bound * 1.02).prices
     starts = [best]
     rng = np.random.default_rng(0)
     for n in range(effort.dives):
-        C = bound + AIMS[n % len(AIMS)] * (makespan(best) - bound)
-        at = prices * np.exp(rng.normal(0.0, NOISE if n >= len(AIMS) else 0.0, len(prices)))
+        C = bound.seconds + AIMS[n % len(AIMS)] * (makespan(best) - bound.seconds)
+        at = bound.prices * np.exp(rng.normal(0.0, NOISE if n >= len(AIMS) else 0.0, len(bound.prices)))
         dived = dive(instance, tables, at, C)
         starts += [dived] if dived else []
         keep(dived, "dive")
@@ -88,7 +108,7 @@ def ours(
                 return best, name, True
             seed = 10 * race + n
             tries = effort.recuts // RACES // len(starts)
-            cut = recut(instance, tables, prices, first, tries, seed, goal)
+            cut = recut(instance, tables, bound.prices, first, tries, seed, goal)
             keep(cut, "re-cut")
             tries = effort.proposals // RACES // len(starts)
             starts[n] = improve(instance, cut, tries, seed, heat, goal)

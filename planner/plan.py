@@ -62,7 +62,7 @@ class Plan:
 
     makespan_s: float
     lower_bound_s: float
-    bound: str  # longest | lp | pigeonhole: which lower bound binds
+    bound: str  # longest | lp | pigeonhole | groups: which lower bound binds
     packs: tuple[Pack, ...]
     jobs: dict[str, dict[str, Any]]
     device: str
@@ -76,6 +76,9 @@ class Plan:
     baselines: dict[str, float | None] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)  # why a baseline is null
     notes: tuple[str, ...] = ()
+    prices: dict[str, float] = field(
+        default_factory=dict
+    )  # of jobs, which prove a bound of the kind `groups`
     expected_s: float | None = None  # with early stopping: simulated mean; makespan_s is then an upper bound
 
     @property

@@ -89,7 +89,7 @@ def allowed_by_length(on: str, model: str, batches: tuple[int, ...]) -> str:
         instance = Instance(
             paper_jobs(120, length, batches), MODELS[model], where, "bf16", cost_model(where.spec)
         )
-        cells.append(f"{min_gpu_s(instance) / bounds(instance)[0]:.2f}")
+        cells.append(f"{min_gpu_s(instance) / bounds(instance).seconds:.2f}")
     return f"| {on} | {model} | 1…{max(batches)} | " + " | ".join(cells) + " |"
 
 

@@ -1,13 +1,22 @@
 """Lower bounds against exact optima and closed forms."""
 
 import random
+from dataclasses import replace
+from itertools import product
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from planner import JobSpec, Options, check_plan, make_plan
+from planner.config_lp import make_types
 from planner.exact import exact
+from planner.group_lp import CELLS, _knapsack, group_bound
 from planner.groups import makespan
 from planner.ours import bounds
-from tests.planner.problems import instance, job
+from planner.trials import Ranking
+from tests.planner.problems import TINY, cluster, instance, job
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -20,15 +29,26 @@ def test_no_optimum_is_below_the_bound(seed):
         for i in range(rng.randint(1, 6))
     ]
     problem = instance(jobs, f"{rng.randint(1, 3)}xA100-40GB")
-    bound, kind = bounds(problem)
+    bound, kind, _ = bounds(problem)
     assert 0 < bound <= makespan(exact(problem)) * (1 + 1e-9)
-    assert kind in ("longest", "lp", "pigeonhole")
+    assert kind in ("longest", "lp", "pigeonhole", "groups")
 
 
 def test_one_job_is_bound_by_itself():
     problem = instance([job(0)], "8xA100-40GB")
-    bound, kind = bounds(problem)
+    bound, kind, _ = bounds(problem)
     assert kind == "longest" and bound == pytest.approx(makespan(exact(problem)), rel=1e-6)
+
+
+def test_a_pack_may_have_its_mean_length_and_its_longest_row_from_two_jobs():
+    jobs = [JobSpec("a", 16, 4, 300, 100.0, 1000, "a"), JobSpec("b", 16, 4, 300, 104.0, 112, "b")]
+    problem, on = instance(jobs, "1xA100-40GB"), cluster(1)
+    (group,) = exact(problem)
+    assert len(group.packs) == 1 and bounds(problem).seconds <= group.seconds
+    plan = make_plan(jobs, TINY, on, options=Options(baselines=False))
+    assert check_plan(plan, jobs, TINY, on, problem.cost) == []
+    (fault,) = check_plan(replace(plan, lower_bound_s=group.seconds), jobs, TINY, on, problem.cost)
+    assert "does not hold" in fault
 
 
 def test_equal_jobs_one_more_than_devices_are_bound_by_the_pigeonhole():
@@ -36,7 +56,7 @@ def test_equal_jobs_one_more_than_devices_are_bound_by_the_pigeonhole():
     jobs = [job(i, 16, 1, 1) for i in range(5)]
     problem = instance(jobs, "4xA100-40GB")
     problem.__dict__["degrees"] = (1,)
-    bound, kind = bounds(problem)
+    bound, kind, _ = bounds(problem)
     need = problem.need(((0, 1),))
     cost = problem.step_cost(1, "dots", need)
     slot = cost.seconds(1, 1, need.S, need.bucket) - cost.t0
@@ -50,6 +70,76 @@ def test_many_equal_jobs_come_close_to_the_bound():
     problem = instance([job(i, 16, 4, 1) for i in range(160)], "4xA100-40GB")
     from planner.ours import Effort, ours
 
-    bound, _ = bounds(problem)
+    bound = bounds(problem)
     solution, _, _ = ours(problem, bound, Effort(4, 400))
-    assert makespan(solution) / bound < 1.03
+    assert makespan(solution) / bound.seconds < 1.03
+
+
+UNEVEN = [job(i, (8, 64, 128)[i % 3], (2, 4, 4)[i % 3], 1, 1 + i % 2, 10_000 * (i % 2)) for i in range(7)]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.floats(0.01, 1.0), min_size=7, max_size=7), st.sampled_from((1, 2, 3)))
+def test_whatever_the_prices_no_optimum_is_below_what_they_rule_out(prices, count):
+    problem = instance(UNEVEN, f"{count}xA100-40GB")
+    best = makespan(exact(problem))
+    for low in (0.8 * best, best):
+        bound, _ = group_bound(problem, make_types(problem), low, np.array(prices[: len(problem.classes)]), 1)
+        assert bound <= best * (1 + 1e-9)
+
+
+def test_groups_that_hold_whole_jobs_bound_as_they_can_be_counted():
+    """Five equal jobs on four devices that cannot join: some device runs two, side by side or in turn."""
+    problem = instance([job(i, 16, 1, 1) for i in range(5)], "4xA100-40GB")
+    problem.__dict__["degrees"] = (1,)
+    bound, _ = group_bound(problem, make_types(problem), 80.0, np.ones(1))
+    best = makespan(exact(problem))
+    assert 0.995 * best <= bound <= best
+
+
+def test_with_better_prices_the_bound_comes_within_half_a_percent_of_the_optimum():
+    problem = instance([job(i, (8, 64)[i % 2], (2, 4)[i % 3 == 0], 1) for i in range(9)], "4xA100-40GB")
+    bound = bounds(problem)
+    assert bound.kind == "groups"
+    assert makespan(exact(problem)) <= 1.005 * bound.seconds
+
+
+def test_a_knapsack_earns_the_most_of_all_sets_of_packs():
+    cells, worth = [3, 4, 7, 12], [2.0, 3.5, 6.5, 11.4]
+    earned, needed = _knapsack(np.array(cells), np.array(worth))
+    for room in range(31):
+        ways = product(*(range(room // c + 1) for c in cells))
+        best = max(
+            sum(n * w for n, w in zip(way, worth, strict=True))
+            for way in ways
+            if sum(n * c for n, c in zip(way, cells, strict=True)) <= room
+        )
+        assert earned[room] == pytest.approx(best)
+    assert list(needed) == [0, 1, 2, 3] and len(earned) == CELLS + 1
+    assert list(_knapsack(np.array([2, 4]), np.array([2.0, 4.0]))[1]) == [0], "two short packs do as well"
+
+
+def test_a_pack_filled_with_a_cut_job_is_worth_no_less_than_with_any_whole_jobs():
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        steps, worth, jobs = rng.integers(2, 9, (1, 4)), rng.uniform(0.5, 2.0, 4), rng.integers(1, 4, 4)
+        capacity = int(rng.integers(5, 30))
+        ways = [np.array(way) for way in product(*(range(n + 1) for n in jobs))]
+        most = max(float(way @ worth) for way in ways if way @ steps[0] <= capacity)
+        row, size = np.array([0]), np.array([capacity])
+        ranking = Ranking(steps, worth)
+        cut, whole = ranking.best(jobs, row, size, cut=True), ranking.best(jobs, row, size)
+        assert whole.worth[0] <= most + 1e-9 and most <= cut.worth[0] + 1e-9
+        assert cut.taken(0) @ steps[0] == pytest.approx(min(capacity, int(jobs @ steps[0])))
+        assert whole.taken(0) @ worth == pytest.approx(whole.worth[0])
+
+
+def test_the_checker_proves_a_bound_by_its_prices_and_by_no_others():
+    jobs, on = [job(i, (8, 64, 128)[i % 3], (2, 4)[i % 2], 1) for i in range(14)], cluster(3)
+    plan = make_plan(jobs, TINY, on, options=Options(baselines=False))
+    cost = instance(jobs, "3xA100-40GB").cost
+    assert plan.bound == "groups" and plan.prices.keys() == {j.job_id for j in jobs}
+    assert check_plan(plan, jobs, TINY, on, cost) == []
+    for prices in ({}, dict.fromkeys(plan.prices, 1.0)):
+        (fault,) = check_plan(replace(plan, prices=prices), jobs, TINY, on, cost)
+        assert "does not hold" in fault
