@@ -9,10 +9,11 @@
 The most important case comes first, a line is written as each ends, and a case that fails or hangs ends its worker
 process alone. `--seconds` bounds a call: what does not fit any more is left out and named. `--cases FILE` takes other
 cases: a JSON list of objects with the arguments of `plora_jax.bench.step.measure_step`, and `label`, `model`,
-`kernels`, `head_chunk`, or `peft`: true.
+`kernels`, `head_chunk`, or `peft`: [[m, length], …].
 """
 
 import argparse
+import contextlib
 import json
 import os
 import queue
@@ -64,22 +65,18 @@ def switches() -> list[dict[str, Any]]:
     ]
 
 
-def peft(model: str, m: int, length: int) -> dict[str, Any]:
-    return {"label": f"PEFT {model.rsplit('/', 1)[-1]} {m}x{length}", "peft": True} | {
-        "model": model, "m": m, "length": length, "rank": 32,
-    }  # fmt: skip
+def peft(model: str, *shapes: tuple[int, int]) -> dict[str, Any]:
+    return {"label": f"PEFT {model.rsplit('/', 1)[-1]}", "model": model, "peft": shapes, "rank": 32}
 
 
 def table_large() -> list[dict[str, Any]]:
     full = {"ceiling": True, "parts": True, "recompute": "dots"}
     seven = QWEN["7B"]
     return [
-        peft(seven, 1, 1024),
+        peft(seven, (1, 1024), (1, 256), (1, 128)),
         shape(seven, 8, 1, 1024, **full),
         shape(seven, 32, 1, 128, **full),
         shape(seven, 32, 1, 256, **full),
-        peft(seven, 1, 128),
-        peft(seven, 1, 256),
         shape(LLAMA, 4, 1, 1536, rank=16, **full),
         shape(seven, 32, 1, 1024, recompute="auto", repeats=5),
         shape(seven, 8, 4, 256, **full),
@@ -90,11 +87,10 @@ def table_small() -> list[dict[str, Any]]:
     full = {"ceiling": True, "parts": True}
     three, half = QWEN["3B"], QWEN["0.5B"]
     return [
-        peft(three, 1, 1024),
+        peft(three, (1, 1024)),
         shape(three, 32, 1, 1024, recompute="auto", repeats=6, **full),
         shape(three, 32, 1, 1024, recompute="dots", repeats=6, runtime={"recomputed": 9}),
-        peft(half, 1, 128),
-        peft(half, 1, 1024),
+        peft(half, (1, 1024), (1, 128)),
         shape(half, 32, 1, 128, recompute="none", **full),
         shape(half, 32, 1, 128, recompute="none", micro_steps=4, repeats=5),
         shape(half, 32, 1, 1024, recompute="dots", **full),
@@ -142,7 +138,7 @@ def measure(case: dict[str, Any], held: dict[str, Any]) -> dict[str, Any]:
 
     if case.pop("crash", False):  # to see that the next case still runs
         os._exit(9)
-    model, kernels = case.pop("model"), case.pop("kernels", "xla")
+    model, kernels = case.pop("model"), case.pop("kernels", None)
     case.pop("label", None)
     if chunk := case.pop("head_chunk", None):
         step._train_step.cache_clear()
@@ -151,7 +147,7 @@ def measure(case: dict[str, Any], held: dict[str, Any]) -> dict[str, Any]:
         if held.get("name") != model:
             held.clear()  # the old weights first
             held.update(base=load_base(model, random_weights=True), name=model)
-        with using(kernels):
+        with using(kernels) if kernels else contextlib.nullcontext():
             return measure_step(held["base"], **case)
     finally:
         if chunk:
@@ -231,7 +227,7 @@ def run(
             else:
                 start = time.monotonic()
                 limit = min(left, CASE_SECONDS)
-                if case.pop("peft", False):
+                if "peft" in case:
                     worker.stop()
                     answer = compare(case, limit)
                 else:
@@ -251,7 +247,7 @@ def settle(case: dict[str, Any], common: dict[str, Any]) -> dict[str, Any]:
     runtime = {**common.get("runtime", {}), **case.get("runtime", {})}
     merged = {**common, **case}
     if case.get("peft"):
-        return {name: case[name] for name in ("label", "peft", "model", "m", "length", "rank")}
+        return dict(case)
     if runtime.get("unroll") == "all":
         from plora_jax.models.find import load_config
 
@@ -264,14 +260,16 @@ def compare(case: dict[str, Any], seconds: float) -> dict[str, Any]:
     from plora_jax.bench.peft import run_peft
 
     try:
-        found = run_peft(case["model"], case["m"], case["length"], case["rank"], seconds=seconds)
+        return {"peft": run_peft(case["model"], case["peft"], case["rank"], seconds=seconds)}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {str(error).strip()}"[:500]}
-    return {"peft": found, "tokens_s": found["tokens_s"], "ms": found["ms"]}
 
 
 def line_of(row: dict[str, Any]) -> str:
     """Say one row in a line."""
+    if "peft" in row:
+        found = [f"{p['m']}x{p['length']} {p['tokens_s']:,.0f} tokens/s" for p in row["peft"]]
+        return f"{row['label']:36s} {', '.join(found)}"
     if "ms" not in row:
         return f"{row['label']:36s} {row.get('error') or row.get('skipped') or 'compiled'}"
     text = f"{row['label']:36s} {row['tokens_s']:10,.0f} tokens/s {row['ms'][0]:8.1f} ms"
@@ -306,7 +304,7 @@ def main() -> int:
     cases = json.loads(args.cases.read_text()) if args.cases else PLANS[args.plan]()
     rows = run(cases, args.out, args.seconds, args.set)
     print("\n" + "\n".join(line_of(row).split("\n")[0] for row in rows))
-    return int(all("ms" not in row and "total_bytes" not in row for row in rows))
+    return int(not any(name in row for row in rows for name in ("ms", "total_bytes", "peft")))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from .api import lora_dense as lora_dense
 from .api import lora_dense_group as lora_dense_group
 from .choice import Choice as Choice
 from .choice import Device as Device
+from .choice import by_default as by_default
 from .choice import choose as choose
 from .choice import default_device as default_device
 from .choice import using as using

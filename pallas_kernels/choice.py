@@ -25,9 +25,10 @@ MAX_ROW_WASTE = 1.07  # rows of whole tiles over tokens: beyond, the folded prod
 MIN_WAVES = 2
 MIN_DEPTH = 1024  # of either frozen product, likewise
 IMPLEMENTATIONS = ("auto", "xla", "hopper")
-# Alone, the fused kernel beats these products on Hopper; inside a scanned training step it was measured 14 % slower
-# (docs/benchmarks.md), since XLA copies each layer's W for it. So it serves whoever asks for it.
-_mode: contextvars.ContextVar[str] = contextvars.ContextVar("pallas_kernels", default="xla")
+# The fused kernel beats these products on Hopper, but in a loop over layers XLA copies each layer's W for it and the
+# step is slower (docs/benchmarks.md). So it serves whoever asks for it, as the step does whose layers are written out.
+_mode: contextvars.ContextVar[str | None] = contextvars.ContextVar("pallas_kernels", default=None)
+_by_default: contextvars.ContextVar[str] = contextvars.ContextVar("pallas_kernels_default", default="xla")
 
 
 class Choice(NamedTuple):
@@ -53,22 +54,40 @@ def default_device() -> Device:
 
 
 @contextlib.contextmanager
+def by_default(name: str):
+    """Trace with an implementation unless `using` asks for one. What is traced must be cached by this choice too.
+
+    Raises:
+      ValueError: when the name is none of `using`'s.
+    """
+    token = _by_default.set(_known(name))
+    try:
+        yield
+    finally:
+        _by_default.reset(token)
+
+
+@contextlib.contextmanager
 def using(name: str):
-    """Trace with one implementation: "xla" (the default), "auto" (the fused kernel where it serves the call and is
-    expected to be faster), or "hopper" (wherever it serves the call, also to compile for a device that is not here).
+    """Trace with one implementation: "xla" (what serves if nobody asks), "auto" (the fused kernel where it serves the
+    call and is expected to be faster), or "hopper" (wherever it serves, also to compile for a device that is not here).
 
     Raises:
       ValueError: when the name is none of these.
     """
-    if name not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation {name!r}: allowed are {', '.join(IMPLEMENTATIONS)}")
+    token = _mode.set(_known(name))
     jax.clear_caches()  # what was traced before remembers the choice made then
-    token = _mode.set(name)
     try:
         yield
     finally:
         _mode.reset(token)
         jax.clear_caches()
+
+
+def _known(name: str) -> str:
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation {name!r}: allowed are {', '.join(IMPLEMENTATIONS)}")
+    return name
 
 
 def choose(dtype, jobs, tokens, d_in, d_outs, ranks, *, shared=False, frozen=True, device=None) -> Choice:
@@ -79,7 +98,7 @@ def choose(dtype, jobs, tokens, d_in, d_outs, ranks, *, shared=False, frozen=Tru
         adapted sites. shared: whether all jobs read the same tokens. frozen: whether every site has its W.
       device: a `Device`; the default one if None.
     """
-    mode = _mode.get()
+    mode = _mode.get() or _by_default.get()
     device = device or default_device()
     if mode == "xla":
         return Choice("xla", "the default; using('auto') chooses the fused kernel where it serves")

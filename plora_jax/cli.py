@@ -336,8 +336,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--kernels",
         choices=["xla", "auto", "hopper"],
-        default="xla",
-        help="adapters by XLA (default), by the fused kernel where it should pay, or wherever it serves",
+        help="adapters by XLA, by the fused kernel where it should pay, or wherever it serves (default: as training)",
     )
     sub.add_argument("--json", type=_target, metavar="FILE", help="write the measurement as JSON")
 

@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import pytest
 
 from planner import CostModel, StepShape, step_memory
@@ -15,7 +16,7 @@ from plora_jax.jobs import Job
 from plora_jax.models.decoder import Runtime
 from plora_jax.models.load import load_base
 from plora_jax.planning import model_shape
-from plora_jax.training.recompute import cheapest, choices, needed_bytes
+from plora_jax.training.recompute import cheapest, choices, needed_bytes, with_policy
 from plora_jax.training.step import pack_spec
 from tests import tiny
 
@@ -88,6 +89,13 @@ def test_recompute_auto_takes_the_least_that_fits(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "device_bytes", lambda: None)
     with pytest.raises(UserError, match="does not tell"):
         measure_step(base, jobs=1, m=1, length=8, rank=8, recompute="auto", repeats=0)
+
+
+def test_on_a_gpu_what_recomputes_nothing_has_no_loop(monkeypatch):
+    assert with_policy(Runtime(), "none", 4) == Runtime()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert with_policy(Runtime(), "none", 4) == Runtime(unroll=4, kernels="auto")
+    assert with_policy(Runtime(recomputed=2), "dots", 4) == Runtime(recompute="dots")
 
 
 def test_bench_refuses_what_it_does_not_know(tmp_path, capsys):

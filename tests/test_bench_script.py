@@ -17,7 +17,7 @@ def test_a_case_that_fails_or_ends_its_process_leaves_the_others(tmp_path, capsy
         good | {"label": "unrolled", "runtime": {"unroll": "all"}, "recompute": "dots", "micro_steps": 2},
         good | {"label": "wrong", "recompute": "nothing"},
         good | {"label": "crash", "crash": True},
-        step.peft(model, 1, 16),
+        step.peft(model, (1, 16), (2, 8)),
         good | {"label": "compiled", "repeats": 0, "accumulate": True, "head_chunk": 4},
     ]
     (tmp_path / "cases.json").write_text(json.dumps(cases))
@@ -38,14 +38,18 @@ def test_a_case_that_fails_or_ends_its_process_leaves_the_others(tmp_path, capsy
         "unrolled",
         "wrong",
         "crash",
-        f"PEFT {model.rsplit('/', 1)[-1]} 1x16",
+        f"PEFT {model.rsplit('/', 1)[-1]}",
         "compiled",
     ]
     assert rows[0]["unroll"] == 3 and rows[0]["ms"][0] > 0 and rows[0]["micro_steps"] == 2
     assert rows[0]["tokens_s"] == pytest.approx(2 * 16 / (rows[0]["ms"][0] / 1e3))
     assert "nothing" in rows[1]["error"] or "recompute" in rows[1]["error"]
     assert rows[2]["error"] in ("the worker ended with code 9", "the worker had ended")
-    assert rows[3].get("tokens_s", 0) > 0 or "not installed" in rows[3]["error"]
+    if "error" in rows[3]:
+        assert "not installed" in rows[3]["error"]
+    else:
+        assert [(p["m"], p["length"]) for p in rows[3]["peft"]] == [(1, 16), (2, 8)]
+        assert all(p["tokens_s"] > 0 for p in rows[3]["peft"])
     assert rows[4]["total_bytes"] > 0 and "ms" not in rows[4] and rows[4]["accumulate"]
     assert "tokens/s" in capsys.readouterr().out
 
@@ -61,7 +65,7 @@ def test_plans_name_known_models_and_settings_reach_every_case():
             assert case["model"] in PRESETS
             settled = step.settle(case, {"runtime": {"unroll": "all"}, "repeats": 4})
             if case.get("peft"):
-                assert set(settled) == {"label", "peft", "model", "m", "length", "rank"}
+                assert set(settled) == {"label", "peft", "model", "rank"}
             else:
                 own = case.get("runtime", {}).get("unroll")
                 layers = PRESETS[case["model"]]["num_hidden_layers"]

@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ from plora_jax.errors import UserError
 WARM, TIMED = 3, 8
 
 
+Shapes = Sequence[tuple[int, int]]  # m sequences of so many tokens
+
+
 def run_peft(
-    model: str, m: int, length: int, rank: int, precision: str = "auto", seconds: float | None = None
-) -> dict[str, Any]:
-    """Time one job's steps of m × length tokens in a process of its own; return what `measure_peft` does.
+    model: str, shapes: Shapes, rank: int, precision: str = "auto", seconds: float | None = None
+) -> list[dict[str, Any]]:
+    """Time one job's steps of each shape in a process of its own; return what `measure_peft` does.
 
     Equal jobs one after another take as many times longer as there are jobs: their tokens/s is that of one.
 
@@ -31,7 +35,7 @@ def run_peft(
         raise UserError(
             f"--compare peft: {', '.join(missing)} not installed; pip install {' '.join(missing)}"
         )
-    command = [sys.executable, "-m", "plora_jax.bench.peft", model, *map(str, (m, length, rank)), precision]
+    command = [sys.executable, "-m", "plora_jax.bench.peft", model, json.dumps(shapes), str(rank), precision]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -42,13 +46,14 @@ def run_peft(
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure_peft(model: str, m: int, length: int, rank: int, precision: str = "auto") -> dict[str, Any]:
+def measure_peft(model: str, shapes: Shapes, rank: int, precision: str = "auto") -> list[dict[str, Any]]:
     """Time PEFT's training step: random weights, seven projections, AdamW, no recomputation.
 
     On a GPU in bf16 two ways are timed, adapters in bf16 and float32 adapters under autocast, and the faster counts.
 
     Returns:
-      {"tokens_s", "ms" (median, least, most), "adapters", "ways": {way: tokens_s}, "torch", "peft", "peak_bytes"}.
+      A dict a shape: "m", "length", "tokens_s", "ms" (median, least, most), "adapters", "ways": {way: tokens_s},
+      "torch", "peft", "peak_bytes" (of all).
     """
     import peft
     import torch
@@ -56,25 +61,32 @@ def measure_peft(model: str, m: int, length: int, rank: int, precision: str = "a
     cuda = torch.cuda.is_available()
     bf16 = precision == "bf16" or (precision == "auto" and cuda)
     ways = {"bf16": (False, False), "fp32 under autocast": (True, True)} if bf16 else {"fp32": (True, False)}
-    rates, times = {}, {}
-    for way, (float_adapters, autocast) in ways.items():
-        seconds = _steps(model, m, length, rank, bf16, float_adapters, autocast)
-        times[way], rates[way] = seconds, m * length / statistics.median(seconds)
-    best = max(rates, key=lambda way: rates[way])
-    return {
-        "tokens_s": rates[best],
-        "ms": [1e3 * f(times[best]) for f in (statistics.median, min, max)],
-        "adapters": best,
-        "ways": rates,
-        "torch": torch.__version__,
-        "peft": peft.__version__,
-        "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
-    }
+    times = {way: _steps(model, shapes, rank, bf16, *settings) for way, settings in ways.items()}
+    peak = torch.cuda.max_memory_allocated() if cuda else None
+    out = []
+    for i, (m, length) in enumerate(shapes):
+        rates = {way: m * length / statistics.median(seconds[i]) for way, seconds in times.items()}
+        best = max(rates, key=lambda way: rates[way])
+        out.append(
+            {
+                "m": m,
+                "length": length,
+                "tokens_s": rates[best],
+                "ms": [1e3 * f(times[best][i]) for f in (statistics.median, min, max)],
+                "adapters": best,
+                "ways": rates,
+                "torch": torch.__version__,
+                "peft": peft.__version__,
+                "peak_bytes": peak,
+            }
+        )
+    return out
 
 
 def _steps(
-    model: str, m: int, length: int, rank: int, bf16: bool, float_adapters: bool, autocast: bool
-) -> list[float]:
+    model: str, shapes: Shapes, rank: int, bf16: bool, float_adapters: bool, autocast: bool
+) -> list[list[float]]:
+    """Return the seconds of each shape's steps, all on one model."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
@@ -89,23 +101,26 @@ def _steps(
     settings = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     net = get_peft_model(net, settings, autocast_adapter_dtype=float_adapters).train()
     optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-4)
-    tokens = torch.randint(0, config.vocab_size, (m, length), device=device)
     out = []
-    for _ in range(WARM + TIMED):
-        start = time.perf_counter()
-        with torch.autocast(device, torch.bfloat16, enabled=autocast):
-            loss = net(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        out.append(time.perf_counter() - start)
+    for shape in shapes:
+        tokens = torch.randint(0, config.vocab_size, tuple(shape), device=device)
+        times = []
+        for _ in range(WARM + TIMED):
+            start = time.perf_counter()
+            with torch.autocast(device, torch.bfloat16, enabled=autocast):
+                loss = net(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+        out.append(times[WARM:])
     del net, optimizer
     if device == "cuda":
         torch.cuda.empty_cache()
-    return out[WARM:]
+    return out
 
 
 def _config(model: str) -> Any:
@@ -120,5 +135,5 @@ def _config(model: str) -> Any:
 
 
 if __name__ == "__main__":
-    name, m, length, rank, precision = sys.argv[1:6]
-    print(json.dumps(measure_peft(name, int(m), int(length), int(rank), precision)))
+    name, shapes, rank, precision = sys.argv[1:5]
+    print(json.dumps(measure_peft(name, json.loads(shapes), int(rank), precision)))

@@ -29,7 +29,7 @@ from plora_jax.models.find import load_config
 from plora_jax.models.load import Base, load_base
 from plora_jax.planning import model_shape
 from plora_jax.training.batch import Batch
-from plora_jax.training.recompute import cheapest, device_bytes, needed_bytes
+from plora_jax.training.recompute import cheapest, device_bytes, needed_bytes, with_policy
 from plora_jax.training.step import PackSpec, PackState, empty_pack, make_train_step, pack_spec
 
 
@@ -115,7 +115,8 @@ def measure_step(
     config = base.config
     many = [Job(rank=rank, batch_size=m, max_steps=1000, scheduler="constant")] * jobs
     spec = replace(pack_spec(config, many, m=m), accumulate=accumulate)
-    chosen = replace(runtime_for(base, "none" if recompute == "auto" else recompute), **(runtime or {}))
+    policy = "none" if recompute == "auto" else recompute
+    chosen = replace(with_policy(runtime_for(base), policy, config.n_layers), **(runtime or {}))
     batch = random_batch(config.vocab_size, jobs, m, length)
     precision = "fp32" if chosen.dtype == jnp.float32 else "bf16"
 
@@ -161,6 +162,7 @@ def measure_step(
         "recompute": used.recompute,
         "recomputed": used.recomputed,
         "unroll": used.unroll,
+        "kernels": used.kernels,
         "micro_steps": micro_steps,
         "accumulate": accumulate,
         "attention": used.attention,
@@ -273,22 +275,23 @@ def bench_step_command(
     model: str,
     json_path: Path | None,
     precision: str,
-    kernels: str = "xla",
+    kernels: str | None = None,
     compare: str | None = None,
     **case: Any,
 ) -> int:
     """Measure one case with random weights, print it in words and write it as JSON; return the exit code.
 
-    `kernels` is an implementation as `pallas_kernels.using` knows them; `compare` "peft" also times PEFT.
+    `kernels` is an implementation as `pallas_kernels.using` knows them, None the policy's own; `compare` "peft" also
+    times PEFT.
     """
     peft = None
     if compare:  # before JAX takes the device's memory
         from plora_jax.bench.peft import run_peft
 
-        peft = run_peft(model, case["m"], case["length"], case["rank"], precision)
+        (peft,) = run_peft(model, [(case["m"], case["length"])], case["rank"], precision)
     base = load_base(model, random_weights=True, precision=precision)  # type: ignore[arg-type]
-    with using(kernels):
-        result = measure_step(base, cached=True, parts=True, ceiling=True, **case) | {"kernels": kernels}
+    with using(kernels) if kernels else contextlib.nullcontext():
+        result = measure_step(base, cached=True, parts=True, ceiling=True, **case)
     if peft:
         result["peft"] = peft | {"times": result["tokens_s"] / peft["tokens_s"]}
     print(describe(result))

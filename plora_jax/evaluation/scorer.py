@@ -64,11 +64,11 @@ class Score:
 EvalStep = Callable[[Stack, Scales, nnx.State, Array, Array, Array, Array, Array], Array]
 
 
-def runtime_for(base: Base, recompute: str = "none") -> Runtime:
+def runtime_for(base: Base) -> Runtime:
     """Choose how a base model runs here: in its own dtype, attention by what the device has, one example a sequence."""
     dtype = jax.tree.leaves(base.params)[0].dtype
     attention = choose_attention(base.config, dtype, jax.default_backend())
-    return Runtime(attention, recompute, dtype, segments=False)  # type: ignore[arg-type]
+    return Runtime(attention, dtype=dtype, segments=False)  # type: ignore[arg-type]
 
 
 def make_eval_step(base: Base, runtime: Runtime | None = None) -> EvalStep:

@@ -13,6 +13,7 @@ from plora_jax.evaluation.scorer import runtime_for
 from plora_jax.models.decoder import Runtime
 from plora_jax.models.load import Base
 from plora_jax.planning import examples_size, job_spec, trained_rows
+from plora_jax.training.recompute import with_policy
 from plora_jax.training.step import PackSpec, pack_spec
 from plora_jax.training.trainer import Work
 
@@ -44,7 +45,7 @@ class Program:
             ),
             m,
             _shapes(sweep, work, m, packing),
-            replace(runtime_for(base, pack["policy"]), segments=packing),
+            replace(with_policy(runtime_for(base), pack["policy"], base.config.n_layers), segments=packing),
             packing,
         )
 

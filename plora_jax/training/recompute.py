@@ -27,13 +27,21 @@ def device_bytes() -> int | None:
     return int(limit) if limit else None
 
 
-def choices(runtime: Runtime, layers: int) -> Iterator[Runtime]:
-    """Yield how a step may be run, cheapest first: all kept, products kept, more and more layers recomputed, all.
+def with_policy(runtime: Runtime, policy: str, layers: int) -> Runtime:
+    """Return the runtime of a recompute policy.
 
-    On GPUs "none" comes not at all: what it keeps beyond the products costs more to move than to compute again.
+    On a GPU "none" also writes the layers out: what a loop keeps beyond the products costs more to move than to compute
+    again, and it copies each layer's weights for the fused kernel, which serves only without it.
     """
-    if jax.default_backend() == "cpu":
-        yield replace(runtime, recompute="none", recomputed=0)
+    chosen = replace(runtime, recompute=policy, recomputed=0)  # type: ignore[arg-type]
+    if policy == "none" and jax.default_backend() == "gpu":
+        return replace(chosen, unroll=layers, kernels="auto")
+    return chosen
+
+
+def choices(runtime: Runtime, layers: int) -> Iterator[Runtime]:
+    """Yield how a step may be run, cheapest first: all kept, products kept, more and more layers recomputed, all."""
+    yield with_policy(runtime, "none", layers)
     for recomputed in sorted({0, layers // 4, layers // 2, layers - layers // 4}):
         yield replace(runtime, recompute="dots", recomputed=recomputed)
     yield replace(runtime, recompute="layer", recomputed=0)

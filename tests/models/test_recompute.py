@@ -7,11 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import choice, using
 from plora_jax import adapters as lora
+from plora_jax.bench.step import abstract_base, random_batch
 from plora_jax.jobs import Job
 from plora_jax.models.decoder import LoRA, Runtime
 from plora_jax.models.load import load_base
+from plora_jax.training.step import empty_pack, make_train_step, pack_spec
 from tests.models.tiny import LLAMA
+from tests.pallas_kernels.problems import count_launches
 from tests.peft_cases import compile_fast
 
 VARIANTS = [
@@ -64,3 +68,26 @@ def test_states_and_gradients_stay(case, fields):
     for one, two in zip(jax.tree.leaves(found), jax.tree.leaves(slopes), strict=True):
         assert jnp.abs(two).max() > 1e-3
         np.testing.assert_allclose(one, two, rtol=1e-10, atol=1e-12)
+
+
+def test_the_runtime_chooses_the_kernels_of_both_passes(tmp_path, monkeypatch):
+    """Lowered for CUDA, a layer's four groups of sites launch the fused kernel forward and backward, or never."""
+    monkeypatch.setattr(choice, "default_device", lambda: choice.Device("NVIDIA H200", "9.0", 132))
+    monkeypatch.setattr(choice, "MIN_WAVES", 0)
+    monkeypatch.setattr(choice, "MIN_DEPTH", 0)
+    wide = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 1, "head_dim": 32}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | wide))
+    base = abstract_base(str(tmp_path))
+    spec = pack_spec(base.config, [Job(rank=8, batch_size=1, max_steps=1)] * 2, m=1)
+    state = jax.eval_shape(lambda: empty_pack(base.config, spec))
+    batch = jax.eval_shape(lambda: random_batch(base.config.vocab_size, 2, 1, 128))
+
+    def launches(**fields):
+        step = make_train_step(base, spec, Runtime(dtype=jnp.bfloat16, **fields))
+        lowered = step.trace(state, base.params, batch).lower(lowering_platforms=("cuda",))
+        return count_launches(lowered.as_text())
+
+    assert launches() == 0
+    assert launches(kernels="auto") == 8
+    with using("xla"):
+        assert launches(kernels="auto") == 0

@@ -1,5 +1,7 @@
 """Random problems for the kernels, their float64 answers, and the ways to run a kernel without a GPU."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,3 +62,14 @@ def exact(x, mask, sites, dys):
 def worst(got, want) -> float:
     """Return the largest relative error over two pytrees of the same structure."""
     return max(relative(g, w) for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True))
+
+
+def count_launches(text):
+    """Count the launches of the kernel in a lowered program, each function as often as it is called."""
+    bodies = {part.split("(")[0]: part for part in re.split(r"func\.func \w+ @", text)[1:]}
+
+    def count(name):
+        called = re.findall(r"(?<!custom_)call @([\w.]+)\(", bodies[name])
+        return bodies[name].count("stablehlo.custom_call @mosaic_gpu") + sum(map(count, called))
+
+    return count("main")

@@ -1,7 +1,5 @@
 """The choice of an implementation: each reason, its override, and that lora_dense follows it."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +10,8 @@ import pallas_kernels
 from pallas_kernels import SHRUNK, Device, choose, lora_dense, using
 from pallas_kernels.choice import config_for, tuned
 from pallas_kernels.hopper_gemm import GemmConfig
+
+from .problems import count_launches
 
 H200, A100 = Device("NVIDIA H200", "9.0", 132), Device("NVIDIA A100", "8.0", 108)
 CALL = {"dtype": jnp.bfloat16, "jobs": 8, "tokens": 1024, "d_in": 3584, "d_outs": [3584], "ranks": [8]}
@@ -76,13 +76,7 @@ def launches(dense):
     grad = jax.jit(jax.vmap(jax.grad(loss, argnums=(0, 2, 3)), in_axes=(0, None, 0, 0, 0)))
     x, w = sd(2, 256, 128, dtype=jnp.bfloat16), sd(128, 64, dtype=jnp.bfloat16)
     lowered = grad.trace(x, w, sd(2, 8, 128), sd(2, 64, 8), sd(2)).lower(lowering_platforms=("cuda",))
-    bodies = {part.split("(")[0]: part for part in re.split(r"func\.func \w+ @", lowered.as_text())[1:]}
-
-    def count(name):
-        called = re.findall(r"(?<!custom_)call @([\w.]+)\(", bodies[name])
-        return bodies[name].count("stablehlo.custom_call @mosaic_gpu") + sum(map(count, called))
-
-    return count("main")
+    return count_launches(lowered.as_text())
 
 
 def test_lora_dense_follows_the_choice():
