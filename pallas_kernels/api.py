@@ -4,13 +4,15 @@ The functions are `custom_vjp`s whose forward and backward are `custom_vmap` fun
 packed computation: jobs stack on a leading axis J, and the frozen product sees all jobs' tokens as one matrix.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 
 from . import reference
-from .choice import implementation
+from .choice import asked, implementation
 from .reference import Site
 
 SHRUNK = "lora_shrunk"  # the name of scale·x·Aᵀ, [T, R], for the policies of `jax.checkpoint`: keep it
@@ -83,7 +85,7 @@ def lora_dense_group(x, ws, adapters, *, biases=None, mask=None):
     lead, d_in = x.shape[:-1], x.shape[-1]
     _check_shapes(x, mask, sites)
     flat = (None if t is None else t.reshape(1, -1, d_in) for t in (x, mask))
-    ys = _lora(*flat, tuple(sites))
+    ys = _lora(asked())(*flat, tuple(sites))
     return tuple(y.reshape(*lead, y.shape[-1]) for y in ys)
 
 
@@ -110,45 +112,46 @@ def _check_shapes(x, mask, sites):
 # --- one job: gradients ---------------------------------------------------------------------------------------
 
 
-@jax.custom_vjp
-def _lora(x, mask, sites):
-    ys, _ = _forward(x, mask, sites)
-    return ys
+@functools.cache
+def _lora(asked):
+    """Return the function of one asked implementation: JAX remembers by the function what it has traced of it."""
 
+    @custom_vmap
+    def forward(x, mask, sites):
+        return implementation(x, sites, asked).forward(x, mask, sites)
 
-def _lora_fwd(x, mask, sites):
-    ys, us = _forward(x, mask, sites)
-    # small, and made inside the launch of a whole frozen product: not to be computed again for dB
-    us = jax.tree.map(lambda u: checkpoint_name(u, SHRUNK), us)
-    return ys, (x, mask, sites, us)
+    @custom_vmap
+    def backward(x, mask, sites, us, dys):
+        return implementation(x, sites, asked).backward(x, mask, sites, us, dys)
 
+    forward.def_vmap(functools.partial(_forward_rule, forward))
+    backward.def_vmap(functools.partial(_backward_rule, backward))
 
-def _lora_bwd(residuals, dys):
-    x, mask, sites, us = residuals
-    dx, das, dbs = _backward(x, mask, sites, us, dys)
-    grads = tuple(
-        Site(
-            None, None, *((None, None) if da is None else (da.astype(s.a.dtype), db.astype(s.b.dtype))), None
-        )
-        for s, da, db in zip(sites, das, dbs, strict=True)
-    )
-    return dx, None, grads
+    @jax.custom_vjp
+    def lora(x, mask, sites):
+        return forward(x, mask, sites)[0]
 
+    def lora_fwd(x, mask, sites):
+        ys, us = forward(x, mask, sites)
+        # small, and made inside the launch of a whole frozen product: not to be computed again for dB
+        us = jax.tree.map(lambda u: checkpoint_name(u, SHRUNK), us)
+        return ys, (x, mask, sites, us)
 
-_lora.defvjp(_lora_fwd, _lora_bwd)
+    def lora_bwd(residuals, dys):
+        x, mask, sites, us = residuals
+        dx, das, dbs = backward(x, mask, sites, us, dys)
+
+        def cast(site, da, db):
+            return (None, None) if da is None else (da.astype(site.a.dtype), db.astype(site.b.dtype))
+
+        grads = tuple(Site(None, None, *cast(*each), None) for each in zip(sites, das, dbs, strict=True))
+        return dx, None, grads
+
+    lora.defvjp(lora_fwd, lora_bwd)
+    return lora
 
 
 # --- J jobs: batching -----------------------------------------------------------------------------------------
-
-
-@custom_vmap
-def _forward(x, mask, sites):
-    return implementation(x, sites).forward(x, mask, sites)
-
-
-@custom_vmap
-def _backward(x, mask, sites, us, dys):
-    return implementation(x, sites).backward(x, mask, sites, us, dys)
 
 
 def _any(batched) -> bool:
@@ -208,15 +211,14 @@ def _job_count(values, batched) -> int:
     return max(value.shape[1 if is_batched else 0] for value, is_batched in pairs)
 
 
-@_forward.def_vmap
-def _forward_rule(n, batched, x, mask, sites):
+def _forward_rule(forward, n, batched, x, mask, sites):
     x_batched, mask_batched, sites_batched = batched
     if _base_batched(sites_batched):
         return _vmap_reference(reference.forward, n, batched, (x, mask, sites))
     jobs = _job_count((x, mask, _adapters(sites)), (x_batched, mask_batched, _adapters(sites_batched)))
     if _any(sites_batched):
         packed = _adapters_as_jobs(n, sites, sites_batched, jobs)
-        ys, us = _forward(_shared(n, x, x_batched, jobs), _shared(n, mask, mask_batched, jobs), packed)
+        ys, us = forward(_shared(n, x, x_batched, jobs), _shared(n, mask, mask_batched, jobs), packed)
         # a site without adapter that reads shared tokens has one result for all jobs
         ys = tuple(jnp.broadcast_to(y, (n * jobs, *y.shape[1:])) for y in ys)
         out = _split_jobs(n, (ys, us))
@@ -232,18 +234,17 @@ def _forward_rule(n, batched, x, mask, sites):
     def part(value):
         return jnp.moveaxis(value.reshape(value.shape[0], n, -1, value.shape[-1]), 1, 0)
 
-    out = jax.tree.map(part, _forward(join(x, x_batched), join(mask, mask_batched), sites))
+    out = jax.tree.map(part, forward(join(x, x_batched), join(mask, mask_batched), sites))
     return out, jax.tree.map(lambda _: True, out)
 
 
-@_backward.def_vmap
-def _backward_rule(n, batched, x, mask, sites, us, dys):
+def _backward_rule(backward, n, batched, x, mask, sites, us, dys):
     x_batched, mask_batched, sites_batched, us_batched, dys_batched = batched
     if _base_batched(sites_batched):
         return _vmap_reference(reference.backward, n, batched, (x, mask, sites, us, dys))
     # Every element of the new axis owes its own dA and dB, so all of them become jobs here.
     jobs = _job_count((x, mask, us, dys), (x_batched, mask_batched, us_batched, dys_batched))
-    out = _backward(
+    out = backward(
         _shared(n, x, x_batched, jobs),
         _shared(n, mask, mask_batched, jobs),
         _adapters_as_jobs(n, sites, sites_batched, jobs),

@@ -55,7 +55,9 @@ def default_device() -> Device:
 
 @contextlib.contextmanager
 def by_default(name: str):
-    """Trace with an implementation unless `using` asks for one. What is traced must be cached by this choice too.
+    """Trace with an implementation unless `using` asks for one; gradients follow what the forward pass was traced with.
+
+    What JAX remembers of a function that was traced before is not forgotten: a jitted function must depend on the name.
 
     Raises:
       ValueError: when the name is none of `using`'s.
@@ -90,15 +92,22 @@ def _known(name: str) -> str:
     return name
 
 
-def choose(dtype, jobs, tokens, d_in, d_outs, ranks, *, shared=False, frozen=True, device=None) -> Choice:
+def asked() -> str:
+    """Return the implementation that is asked for here, by `using` or else `by_default`."""
+    return _mode.get() or _by_default.get()
+
+
+def choose(
+    dtype, jobs, tokens, d_in, d_outs, ranks, *, shared=False, frozen=True, device=None, mode=None
+) -> Choice:
     """Say which implementation serves sites that share an input, and why.
 
     Args:
       dtype: of x. jobs, tokens: J adapters with T tokens each. d_in: D. d_outs: F per site. ranks: the R of the
         adapted sites. shared: whether all jobs read the same tokens. frozen: whether every site has its W.
-      device: a `Device`; the default one if None.
+      device: a `Device`; the default one if None. mode: the implementation asked for; the one in force here if None.
     """
-    mode = _mode.get() or _by_default.get()
+    mode = mode or asked()
     device = device or default_device()
     if mode == "xla":
         return Choice("xla", "the default; using('auto') chooses the fused kernel where it serves")
@@ -179,7 +188,7 @@ class _Hopper(NamedTuple):
         return jax.jit(functools.partial(hopper.backward, config=config))(x, mask, sites, us, dys)
 
 
-def implementation(x, sites: tuple[Site, ...]):
+def implementation(x, sites: tuple[Site, ...], mode: str | None = None):
     """Return the object whose `forward` and `backward` serve a packed call, as `choose` says."""
     some = adapted(sites)
     jobs = sites[some[0]].a.shape[0] if some else x.shape[0]
@@ -194,5 +203,6 @@ def implementation(x, sites: tuple[Site, ...]):
         shared=x.shape[0] != jobs,
         frozen=all(site.w is not None for site in sites),
         device=device,
+        mode=mode,
     )
     return _Hopper(device) if choice.name == "hopper" else reference

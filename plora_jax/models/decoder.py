@@ -5,8 +5,8 @@ Every family is this code under other flags of `ModelConfig`. Weights are frozen
 D model, N heads, K key/value heads, H head size, V vocabulary, R rank.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -50,13 +50,11 @@ class Runtime:
     recomputed: this many of the first layers are recomputed whole, whatever `recompute` says of the others.
     dtype: of activations, and of weights as they are used.
     precision: of the matrix products; "highest" keeps float32 on GPUs that would use TF32, None leaves jax's own
-    setting.
+    setting. The backward pass is traced outside the model: put `matmul_precision` around it.
     kernels: of products with adapters: xla, or the fused kernel where it serves (auto); `pallas_kernels.using` wins.
     segments: False promises one example per sequence, its padding at the end, and spares the mask.
     unroll: layers written out in each turn of the scan: n_layers leaves no loop, which spares copies of what backward
     reads and costs compile time.
-
-    The backward pass is traced outside the model: put `traced_as` around it for precision and kernels to hold there.
     """
 
     attention: Literal["xla", "cudnn"] = "xla"
@@ -291,7 +289,7 @@ class Decoder(nnx.Module):
             unroll = max(1, min(runtime.unroll, layers))
             return jax.lax.scan(recomputing(layer, policy, runtime), x, xs, unroll=unroll)
 
-        with traced_as(runtime):
+        with matmul_precision(runtime), by_default(runtime.kernels):
             x = self.embed[...][tokens].astype(runtime.dtype)  # [B, S, D]
             x = x * jnp.asarray(c.embed_scale, x.dtype) if c.embed_scale != 1.0 else x
             past = None if cache is None else (cache.k, cache.v)
@@ -314,7 +312,7 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "... D"], *, runtime: Runtime = Runtime()) -> Float[Array, "... V"]:
         """Apply the head, in float32 at least; of `runtime` only the precision counts."""
-        with traced_as(runtime):
+        with matmul_precision(runtime):
             return vocabulary_logits(hidden, self.head_weights, self.config.final_softcap)
 
 
@@ -327,15 +325,9 @@ def vocabulary_logits(
     return softcap * jnp.tanh(logits / softcap) if softcap else logits
 
 
-@contextmanager
-def traced_as(runtime: Runtime) -> Iterator[None]:
-    """Trace products with the runtime's kernels and precision; jax's own setting holds where it asks for none."""
-    with by_default(runtime.kernels):
-        if runtime.precision:
-            with jax.default_matmul_precision(runtime.precision):
-                yield
-        else:
-            yield
+def matmul_precision(runtime: Runtime) -> AbstractContextManager[Any]:
+    """Trace products with the runtime's precision; jax's own setting holds where it asks for none."""
+    return jax.default_matmul_precision(runtime.precision) if runtime.precision else nullcontext()
 
 
 def recomputing(layer: Callable[..., Any], policy: str, runtime: Runtime) -> Callable[..., Any]:

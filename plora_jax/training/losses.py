@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from plora_jax.models.decoder import Decoder, Runtime, traced_as, vocabulary_logits
+from plora_jax.models.decoder import Decoder, Runtime, matmul_precision, vocabulary_logits
 
 
 def token_losses(
@@ -31,7 +31,7 @@ def token_losses(
     rows = -(-count // pieces)
     flat = jnp.pad(flat, ((0, pieces * rows - count), (0, 0))).reshape(pieces, rows, -1)
     wanted = jnp.pad(wanted, (0, pieces * rows - count), constant_values=-1).reshape(pieces, rows)
-    with traced_as(runtime or Runtime()), jax.named_scope("loss"):
+    with matmul_precision(runtime or Runtime()), jax.named_scope("loss"):
         out = _losses(model.config.final_softcap, flat, wanted, model.head_weights)
     return out.reshape(-1)[:count].reshape(targets.shape)
 

@@ -18,7 +18,7 @@ from plora_jax import adapters as lora
 from plora_jax.adapters import Adapter, Factors, Stack
 from plora_jax.jobs import Job
 from plora_jax.models.config import ModelConfig
-from plora_jax.models.decoder import LoRA, Runtime, traced_as
+from plora_jax.models.decoder import LoRA, Runtime, matmul_precision
 from plora_jax.models.load import Base
 from plora_jax.training.batch import Batch
 from plora_jax.training.dropout import Dropout
@@ -272,7 +272,7 @@ def _train_step(
         return state, jnp.zeros_like(state.loss_sum)
 
     def micro_step(state: PackState, params: nnx.State, batch: Batch) -> tuple[PackState, Metrics]:
-        with traced_as(runtime):  # of the backward pass too
+        with matmul_precision(runtime):  # of the backward pass too
             (loss, count), grads = packed_grad(state.weights, state.scales, state.hyper, params, batch)
         loss, tokens = jnp.where(batch.active, loss, 0), jnp.where(batch.active, count, 0)
         before = state
