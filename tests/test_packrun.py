@@ -154,6 +154,22 @@ def test_out_of_memory_shrinks_the_program_and_the_run_goes_on(root, tmp_path, a
         assert len(lines(tmp_path / "run", job_id, "metrics.jsonl")) == row["steps"]
 
 
+def test_what_is_trained_again_leaves_nothing_of_a_job_that_had_ended(root, tmp_path, arm):
+    """A pack is lost after one of its jobs was stopped, and begins again: the job's adapter is in place already."""
+    more = {"train": {"epochs": 8, "max_grad_norm": 0}, "eval": {"every_steps": 2}}
+    stop = {"early_stop": {"method": "asha", "reduction_factor": 2}}
+    search = {"jobs": [{"learning_rate": rate, "rank": 4} for rate in (0.02, 3.0)]}
+    run(root, tmp_path / "calm", search=search, **more, **stop)
+    arm("step:20=error")
+    rows = run(root, tmp_path / "run", search=search, **more, **stop)
+    assert events(tmp_path / "run", "error")
+    (stopped,) = [row for row in rows.values() if row["status"] == "stopped"]
+    assert stopped["steps"] < 20
+    for job_id in rows:
+        found = [sorted(p.name for p in (tmp_path / r / "jobs" / job_id).iterdir()) for r in ("calm", "run")]
+        assert found[0] == found[1] and "best" not in found[1]
+
+
 def test_a_pack_that_fails_each_time_is_given_up_with_its_cause(root, tmp_path, arm):
     arm(",".join(f"step:{n}=error" for n in range(1, 10)))
     rows = run(root, tmp_path / "run", search={"learning_rate": [0.01], "rank": [4]}, code=1)

@@ -193,7 +193,8 @@ class PackRun:
             better = held.best_score is None or self.sign * line["value"] > self.sign * held.best_score
             if better and math.isfinite(line["loss"]):
                 held.best_step, held.best_score = step, line["value"]
-                if self.sweep.train.keep == "best" and step < run.steps:
+                over = held.job_id in self.journal.state.ended  # before a kill; its adapter is in place
+                if self.sweep.train.keep == "best" and step < run.steps and not over:
                     self._export(self.trainer.take(j), "best")
 
     def _verdict(self, job_id: str, step: int) -> str | None:
