@@ -342,6 +342,7 @@ class PackRun:
                     replace_directory(directory / "best", directory / "adapter")
             else:
                 self._export(trained, "adapter")
+                shutil.rmtree(directory / "best", ignore_errors=True)  # of an earlier step
             score = Score(**scores[held.job_id, step]["score"])
             more |= {"best_step": held.best_step, "kept_step": step}
         self.worker.record(trained, status, score, reason, **more)
