@@ -151,6 +151,7 @@ def _memory(
         pack.policy,
         adamw,
         union(jobs),
+        any(job.accumulate or job.batch_size != pack.m for job in jobs),
     )
     faults = []
     if not math.isclose(total, pack.memory_bytes, rel_tol=1e-5):

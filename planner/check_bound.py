@@ -1,12 +1,13 @@
 """The bound's second opinion: "could all jobs finish within C?", asked anew in plain loops and with cvxpy.
 
-A mode is (length, rank bucket, m, degree, policy). The model allows more than any plan (jobs may be cut,
-machines are interchangeable, programs fractional); if even that is impossible within C, then C is a lower
-bound. Where a plan gives its jobs prices, a fourth argument asks whether any group can earn its share of them.
+A mode is (length, rank bucket, m, whether gradients are summed over micro-steps, degree, policy). The model
+allows more than any plan (jobs may be cut, machines are interchangeable, programs fractional); if even that is
+impossible within C, then C is a lower bound. Where a plan gives its jobs prices, a fourth argument asks whether any
+group can earn its share of them.
 """
 
 import math
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +27,7 @@ class _Mode(NamedTuple):
     bucket: int
     m: int
     degree: int
+    summed: bool
     t0: float
     slot_s: float
     slots: int
@@ -50,6 +52,7 @@ def can_finish(
                 job.batch_size,
                 job.rows,
                 job.eval_tokens,
+                job.accumulate,
             ),
             [],
         ).append(job)
@@ -87,7 +90,7 @@ def _modes(
     out = []
     for S, S_max in lengths:
         for bucket in {_bucket(job.rank) for job in jobs}:
-            for m in rows:
+            for m, summed in product(rows, (True, False)):
                 for degree in devices.degrees:
                     setup = cost.load_s + weights / degree / cost.load_bytes_s + cost.compile_s
                     for policy in cost.recompute:
@@ -103,12 +106,13 @@ def _modes(
                             policy,
                             optimizer,
                             targets,
+                            summed,
                         )
                         if not slots:
                             continue
                         t0, c, a0, a1 = coefficients(shape, cost, degree, policy, precision, S, targets)
                         slot = c * m * S + bucket * (a0 + a1 * m * S)
-                        out.append(_Mode(S, S_max, bucket, m, degree, t0, slot, slots, setup))
+                        out.append(_Mode(S, S_max, bucket, m, degree, summed, t0, slot, slots, setup))
     return out
 
 
@@ -124,6 +128,7 @@ def _most_slots(
     policy: str,
     optimizer: str,
     targets: frozenset[str] | None,
+    summed: bool,
 ) -> int:
     """Return the most slots that fit, by trying J with the checker's own memory formula."""
     limit = devices.spec.memory_bytes * devices.spec.usable
@@ -141,6 +146,7 @@ def _most_slots(
             policy,
             optimizer == "adamw",
             targets,
+            summed,
         )
         return need <= limit
 
@@ -156,6 +162,8 @@ def _way(job: JobSpec, mode: _Mode, cost: CostModel, shape: ModelShape, plan: Pl
     be.
     """
     length = -(-job.max_row_tokens // 8) * 8
+    if not mode.summed and (job.accumulate or job.batch_size != mode.m):
+        return None
     if job.batch_size % mode.m or _bucket(job.rank) > mode.bucket or length > mode.S_max:
         return None
     if job.row_tokens * (1 + cost.padding) > mode.S:

@@ -75,8 +75,9 @@ def pack_bytes(
     policy: str,
     adamw: bool,
     targets: frozenset[str] | None,
+    summed: bool,
 ) -> float:
-    """Return the bytes a device needs for a step with slots of the given rank buckets."""
+    """Return the bytes a device needs for a step with slots of the given rank buckets; `summed`: over micro-steps."""
     wide = 4 if precision == "fp32" else 2
     factor = cost.memory
     tokens = len(slots) * m * S / degree
@@ -89,7 +90,7 @@ def pack_bytes(
     weights = layers * WEIGHT_BYTES[precision] + (shape.n_params - layers) * wide
     one = layers / shape.n_layers * wide
     whole = weights / degree + (2 * one if degree > 1 else 0) + (one if WEIGHT_BYTES[precision] < wide else 0)
-    a_number = 4 * (5 if adamw else 4) + (2 if wide == 2 else 0)
+    a_number = 4 * (3 + adamw + summed) + (2 if wide == 2 else 0)
     adapters = sum(slots) * params_per_rank(shape, targets) * a_number / degree
     scores = 0.0
     if devices.spec.attention == "xla":

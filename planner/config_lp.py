@@ -1,8 +1,9 @@
 """The configuration LP: which programs to run, how much of each, and which jobs in them, if all could be cut
 freely.
 
-A type τ is (length, rank bucket, m, degree d, policy). Per type: z_τ programs (each compiled, none longer
-than C), X_τ micro-steps over all of them; y_kτ jobs of class k run in it. The least machine time within C is
+A type τ is (length, rank bucket, m, whether gradients are summed over micro-steps, degree d, policy). Per type:
+z_τ programs (each compiled, none longer than C), X_τ micro-steps over all of them; y_kτ jobs of class k run in
+it. The least machine time within C is
 
     V(C) = min Σ_τ d_τ (compile · z_τ + t0_τ · X_τ) + Σ_kτ d_τ · (s_kτ · slot_τ + scoring_kτ) · y_kτ
     Σ_τ y_kτ = n_k                                        every job runs
@@ -14,6 +15,7 @@ and no plan within C exists unless V(C) ≤ G · (C − load). V falls with C, s
 bound. The duals of the first rows are the jobs' values, which other searches go by.
 """
 
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -59,12 +61,22 @@ def make_types(instance: Instance) -> Types:
             targets = _least_targets(instance, served)
             for m in sorted({m for k in served for m in divisors(own[k].divisor)}):
                 members = [k for k in served if own[k].divisor % m == 0]
-                need = Need(m, bucket, S_max, S, _least_optimizer(instance, members), targets)
-                for d in instance.degrees:
-                    for t0, slot_s, limit, _policy in dict(instance.programs(d, need)).get(m, []):
+                whole = [k for k in members if own[k].whole == m]
+                optimizer = _least_optimizer(instance, members)
+                summed = Need(m, bucket, S_max, S, optimizer, targets, 0)
+                kinds = [(summed, members)] if len(whole) < len(members) else []
+                kinds += [(summed._replace(whole=m), whole)] if whole else []
+                for (need, takes), d in product(kinds, instance.degrees):
+                    jobs = sum(instance.counts[k][1] for k in takes)
+                    for t0, slot_s, limit, policy in dict(instance.programs(d, need)).get(m, []):
+                        most = instance.slot_limit(d, m, policy, summed) if len(kinds) == 2 else 0
+                        if need.whole and most >= min(
+                            limit, jobs
+                        ):  # summed ones may have all the slots of use
+                            continue
                         setup = instance.load_seconds(d) + instance.cost.compile_s
                         pairs += [
-                            (k, len(rows), instance.steps(k, m), instance.eval_seconds(d, k)) for k in members
+                            (k, len(rows), instance.steps(k, m), instance.eval_seconds(d, k)) for k in takes
                         ]
                         rows.append((need, m, d, t0, slot_s, limit, setup))
     numbers = np.array([row[2:] for row in rows], dtype=float).T  # degree, t0, seconds a slot, limit, set-up

@@ -28,6 +28,7 @@ class Need(NamedTuple):
     S: float
     optimizer: str
     targets: frozenset[str] | None
+    whole: int  # the m at which every micro-step ends every job's batch, so that no gradients are summed; 0: none
 
 
 @dataclass
@@ -122,7 +123,7 @@ class Instance:
     def least_memory(self, k: int, degree: int, precision: str) -> int:
         """Return the bytes a device needs for one job of a class alone under the thriftiest policy."""
         need = self.need(((k, 1),))
-        step = StepShape(degree, 1, 1, need.S_max, need.bucket, "layer", need.optimizer, need.targets)
+        step = step_shape(degree, 1, 1, "layer", need)
         return step_memory(self.shape, step, precision, self.cost.memory, self.devices.spec.attention)
 
     @cached_property
@@ -136,6 +137,7 @@ class Instance:
                 job.row_tokens * (1 + self.cost.padding),
                 job.optimizer,
                 job.targets,
+                0 if job.accumulate else job.batch_size,
             )
             for job in self.classes
         ]
@@ -146,7 +148,7 @@ class Instance:
             return self.own_needs[counts[0][0]]
         key = tuple([k for k, _ in counts])
         if key not in self.needs:
-            divisors, buckets, longest, lengths, optimizers, targets = zip(
+            divisors, buckets, longest, lengths, optimizers, targets, wholes = zip(
                 *[self.own_needs[k] for k in key], strict=True
             )
             S, S_max = max(lengths), max(longest)
@@ -159,12 +161,13 @@ class Instance:
                 S,
                 "adamw" if "adamw" in optimizers else "sgd",
                 None if None in targets else frozenset().union(*targets),
+                wholes[0] if len(set(wholes)) == 1 else 0,
             )
         return self.needs[key]
 
     def memory(self, degree: int, J: int, m: int, policy: str, need: Need) -> int:
         """Predict the bytes of a packed step on each device."""
-        step = StepShape(degree, J, m, need.S_max, need.bucket, policy, need.optimizer, need.targets)
+        step = step_shape(degree, J, m, policy, need)
         return step_memory(self.shape, step, self.precision, self.cost.memory, self.devices.spec.attention)
 
     def slot_limit(self, degree: int, m: int, policy: str, need: Need) -> int:
@@ -172,9 +175,10 @@ class Instance:
 
         Memory is affine in J but for the logits, which stop growing at a chunk: both pieces are solved.
         """
-        key = ("slots", degree, m, policy, need.bucket, need.S_max, need.optimizer, need.targets)
+        sums = m != need.whole
+        key = ("slots", degree, m, policy, need.bucket, need.S_max, need.optimizer, need.targets, sums)
         if key not in self.cache:
-            step = StepShape(degree, 1, m, need.S_max, need.bucket, policy, need.optimizer, need.targets)
+            step = step_shape(degree, 1, m, policy, need)
             model = self.cost.memory
             terms = memory_terms(self.shape, step, self.precision, self.devices.spec.attention)
             bytes_of = {name: getattr(model, name) * value for name, value in terms.items()}
@@ -242,6 +246,21 @@ class Instance:
     def load_seconds(self, degree: int) -> float:
         """Return the time to bring the base onto a group."""
         return self.cost.load_seconds(self.shape, degree, self.precision)
+
+
+def step_shape(degree: int, J: int, m: int, policy: str, need: Need) -> StepShape:
+    """Return the sizes of a program's step."""
+    return StepShape(
+        degree,
+        J,
+        m,
+        need.S_max,
+        need.bucket,
+        policy,
+        need.optimizer,
+        need.targets,
+        accumulate=m != need.whole,
+    )
 
 
 def _dominates(a: tuple, b: tuple, first: bool) -> bool:

@@ -32,6 +32,9 @@ class Signature:
     optimizers: frozenset[str]
     dtype: str
     policy: str
+    accumulate: bool = (
+        True  # gradients are summed over micro-steps; else each must end the batch of every job
+    )
 
 
 def length_bucket(max_row_tokens: int) -> int:
@@ -51,6 +54,7 @@ def fits(signature: Signature, job: JobSpec) -> bool:
         and job.max_row_tokens <= max(signature.buckets)
         and (signature.has_dropout or not job.has_dropout)
         and job.optimizer in signature.optimizers
+        and (signature.accumulate or not job.sums(signature.m))
     )
 
 
@@ -88,4 +92,5 @@ def signature_of(jobs: Iterable[JobSpec], J: int, m: int, policy: str, dtype: st
         optimizers=frozenset(job.optimizer for job in jobs),
         dtype=dtype,
         policy=policy,
+        accumulate=any(job.sums(m) for job in jobs),
     )

@@ -74,6 +74,7 @@ def signature(pack: Pack, jobs: Sequence[JobSpec], precision: str) -> Signature:
         frozenset(job.optimizer for job in jobs),
         precision,
         pack.policy,
+        any(job.sums(pack.m) for job in jobs),
     )
 
 

@@ -79,7 +79,8 @@ class JobSpec:
 
     `rows` counts training examples × epochs (or steps × batch size); `row_tokens` is the mean number of real
     tokens of a row and sets the time; `max_row_tokens` is the longest length bucket and sets the memory;
-    `data` names data set and order: jobs with equal `data` see equal lengths and waste nothing in one pack.
+    `data` names data set and order: jobs with equal `data` see equal lengths and waste nothing in one pack;
+    `accumulate` says that gradients are summed over micro-steps even where one holds a whole batch.
     """
 
     job_id: str
@@ -93,6 +94,7 @@ class JobSpec:
     has_dropout: bool = False
     optimizer: str = "adamw"
     eval_tokens: int = 0
+    accumulate: bool = False
 
     def __post_init__(self) -> None:
         checks = {
@@ -118,6 +120,10 @@ class JobSpec:
         """Return the rank bucket the job's adapter is stored in."""
         return rank_bucket(self.rank)
 
+    def sums(self, m: int) -> bool:
+        """Say whether gradients are summed over micro-steps of m rows, in a buffer of their own."""
+        return self.accumulate or self.batch_size != m
+
     def micro_steps(self, m: int) -> int:
         """Count the micro-steps the job holds a slot of m rows."""
         return -(-self.rows // m)
@@ -127,7 +133,7 @@ class JobSpec:
         targets = None if self.targets is None else tuple(sorted(self.targets))
         return (
             self.data, self.row_tokens, self.max_row_tokens, self.bucket, self.batch_size, self.rows,
-            targets, self.has_dropout, self.optimizer, self.eval_tokens,
+            targets, self.has_dropout, self.optimizer, self.eval_tokens, self.accumulate,
         )  # fmt: skip
 
 

@@ -129,6 +129,7 @@ def _widened(specs: Sequence[planner.JobSpec], corners: Sequence[planner.JobSpec
             targets=None if everywhere else sites,
             max_row_tokens=max(corner.max_row_tokens for corner in corners),
             has_dropout=any(corner.has_dropout for corner in corners),
+            accumulate=len({corner.batch_size for corner in corners}) > 1,
         )
         for spec in specs
     ]
@@ -182,6 +183,8 @@ def _problem(
     stop = sweep.early_stop
     if stop.method != "none" and _stops(stop) is None:
         notes = (*notes, f"early_stop: {stop.method} is not simulated; the makespan is that without stops")
+    if sweep.data.packing:  # rows that share a sequence may end a batch later
+        specs = [replace(spec, accumulate=True) for spec in specs]
     shape = model_shape(config, sweep.model)
     return Problem(jobs, specs, shape, devices, precision, stop, sweep.train.slots, notes)
 

@@ -8,13 +8,16 @@ import pytest
 
 import planner
 from planner import Plan
+from plora_jax.bench.step import measure_step
 from plora_jax.config.sweep import Sweep, load_sweep
 from plora_jax.errors import UserError
 from plora_jax.jobs import Job
 from plora_jax.machine import Gpu, cores, memory_bytes
 from plora_jax.models.find import load_config
+from plora_jax.models.load import load_base
 from plora_jax.models.presets import preset
 from plora_jax.planning import (
+    _widened,
     check_disk,
     disk_bytes,
     find_devices,
@@ -28,7 +31,7 @@ from plora_jax.planning import (
 from plora_jax.search.configurations import search_jobs
 from plora_jax.sizes import Size, data_size, token_counter
 from plora_jax.training.step import pack_spec
-from tests.tiny import ROWS, write_rows, write_sweep
+from tests.tiny import ROWS, write_model, write_rows, write_sweep
 
 
 def planned(sweep: Sweep, devices: str = "cpu-16GB", rows: int | None = None) -> Plan:
@@ -218,18 +221,62 @@ def test_what_is_planned_is_what_is_compiled() -> None:
         Job(rank=600, batch_size=2, optimizer="sgd", targets=("v_proj",)),
     ]
     size = Size(10, 5.0, 9, "")
-    for chosen in ([jobs[0]], jobs[:2], jobs):
+    for chosen in ([jobs[2]], [jobs[0]], jobs[:2], jobs):
         signature = planner.signature_of(
             [job_spec(job, size, "rows") for job in chosen], len(chosen), 2, "none", "fp32"
         )
-        spec = pack_spec(config, chosen)
+        spec = pack_spec(config, chosen, m=2)
         assert spec.slots == signature.J and spec.rank == signature.rank_bucket
         assert set(spec.sites) == signature.targets and spec.optimizers == signature.optimizers
         assert spec.has_dropout == signature.has_dropout
+        assert spec.accumulate == signature.accumulate == (chosen != [jobs[2]])
         for job in jobs:  # and a job that fits the signature needs no other program
             if planner.fits(signature, job_spec(job, size, "rows")):
-                assert pack_spec(config, [*chosen, job], slots=spec.slots) == spec
+                assert pack_spec(config, [*chosen, job], slots=spec.slots, m=2) == spec
     assert planner.fits(signature, job_spec(jobs[1], size, "rows"))
+
+
+def test_summed_gradients_are_planned_where_they_are_kept(tmp_path: Path) -> None:
+    """Where rows share sequences, and in places for jobs of any batch size, m may be a batch and they still are."""
+    write_rows(tmp_path / "train.jsonl", ROWS)
+    search = {"rank": [4, 8]}
+    for packing in (False, True):
+        data = {"train": "train.jsonl", "max_length": 16, "packing": packing}
+        sweep = load_sweep(write_sweep(tmp_path, search=search, data=data))
+        specs = sweep_problem(sweep, search_jobs(sweep)).specs
+        assert {spec.accumulate for spec in specs} == {packing}
+    size = Size(10, 5.0, 9, "")
+    for batches in ((4, 4), (4, 8)):
+        corners = [job_spec(Job(batch_size=b), size, "rows") for b in batches]
+        (place,) = _widened(corners[:1], corners)
+        assert place.batch_size == 4 and place.accumulate == (batches == (4, 8)) == place.sums(4)
+
+
+@pytest.mark.parametrize("sizes", [(4, 2, 16, 64), (8, 1, 8, 128)])
+def test_a_buffer_of_summed_gradients_is_charged_as_it_is_compiled(tmp_path: Path, sizes) -> None:
+    """Four bytes a number of the adapters, by the planner; as XLA counts them on a CPU, within a fifth."""
+    J, m, S, rank = sizes
+    path = str(write_model(tmp_path / "model"))
+    base = load_base(path, random_weights=True, precision="fp32")
+    shape = model_shape(base.config, path)
+    real, charged = (
+        [
+            measure_step(base, jobs=J, m=m, length=S, rank=rank, repeats=0, accumulate=summed)["total_bytes"]
+            for summed in (True, False)
+        ],
+        [
+            planner.step_memory(
+                shape,
+                planner.StepShape(1, J, m, S, rank, "none", accumulate=summed),
+                "fp32",
+                planner.MemoryModel(margin=0.0),
+                "xla",
+            )
+            for summed in (True, False)
+        ],
+    )
+    assert charged[0] - charged[1] == pytest.approx(4 * J * shape.adapter_params(rank))
+    assert real[0] - real[1] == pytest.approx(charged[0] - charged[1], rel=0.2)
 
 
 @pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])

@@ -67,15 +67,15 @@ class Program:
             optimizers=self.spec.optimizers,
             dtype=str(self.runtime.dtype),
             policy=self.runtime.recompute,
+            accumulate=self.spec.accumulate,
         )
 
     def fits(self, item: Work) -> bool:
         """Tell whether a job can take a slot without a recompile."""
         sites = frozenset(pack_spec(self.base.config, [item.job]).sites)
         job = replace(job_spec(item.job, examples_size(item.examples), ""), targets=sites)
-        summed = self.spec.accumulate or item.job.batch_size == self.m
         short = int(item.examples.counts.max()) <= self.shapes[-1].P
-        return fits(self.signature, job) and summed and short
+        return fits(self.signature, job) and short
 
 
 def _shapes(sweep: Sweep, work: Sequence[Work], m: int, packing: bool) -> Sequence[Shape]:

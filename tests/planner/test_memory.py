@@ -9,16 +9,20 @@ import pytest
 from planner import (
     DeviceSpec,
     MemoryModel,
+    Options,
     StepShape,
+    check_plan,
     cost_model,
     fit_memory,
+    make_plan,
     read_memory_points,
     step_memory,
 )
 from planner.devices import DEVICES
 from planner.errors import PlanError
 from planner.memory import memory_terms, saved_elements
-from tests.planner.problems import QWEN, instance, job
+from planner.signature import fits, signature_of
+from tests.planner.problems import QWEN, cluster, instance, job
 
 POINTS = Path(__file__).parents[2] / "benchmarks/results/memory-points-h200-2026-11-30.json"
 STEP = StepShape(1, 8, 1, 1024, 32, "layer")
@@ -55,6 +59,36 @@ def test_slot_limit_is_the_last_that_fits(policy, m):
     need = problem.need(problem.counts)
     fitting = [J for J in range(1, 200) if problem.memory(1, J, m, policy, need) <= problem.limit]
     assert problem.slot_limit(1, m, policy, need) == max(fitting, default=0)
+
+
+def test_a_pack_is_charged_a_buffer_of_summed_gradients_where_it_keeps_one():
+    """At m = 4: batches of 4 end with their micro-step; beside a batch of 8, or in rows that share, none does."""
+    direct, longer = replace(job(0, 16, 4, 1), accumulate=False), job(1, 16, 8, 1)
+    shared = replace(direct, job_id="job-2", accumulate=True)
+    model = cost_model(DEVICES["A100-80GB"]).memory
+    buffer = 4 * QWEN.adapter_params(16) * model.adapters * (1 + model.margin)
+    for other, m, summed in ((direct, 4, False), (direct, 2, True), (longer, 4, True), (shared, 4, True)):
+        jobs = [direct] if other is direct else [direct, other]
+        problem = instance(jobs, "1xA100-80GB", QWEN)
+        need = problem.need(problem.counts)
+        step = StepShape(1, 6, m, need.S_max, need.bucket, "dots", accumulate=False)
+        least = step_memory(QWEN, step, "bf16", model)
+        assert problem.memory(1, 6, m, "dots", need) == pytest.approx(least + 6 * buffer * summed, abs=2)
+        mode = signature_of(jobs, 6, m, "dots", "bf16")
+        assert mode.accumulate == summed
+        assert fits(mode, longer) == (summed and 8 % m == 0)
+
+
+def test_a_pack_that_sums_no_gradients_holds_more_slots_and_the_bound_knows():
+    direct, on = [job(i, 128, 1, 1) for i in range(9)], cluster(1, "A100-80GB")
+    summed = [replace(j, accumulate=True) for j in direct]
+    plans = [make_plan(jobs, QWEN, on, options=Options(baselines=False)) for jobs in (direct, summed)]
+    assert [len(pack.slots) for pack in plans[0].packs] == [9] and len(plans[1].packs[0].slots) < 9
+    assert plans[0].makespan_s < plans[1].lower_bound_s
+    mixed = [job(i, 128, 1) for i in range(18)] + [job(18, 128, 2)]
+    plans.append(make_plan(mixed, QWEN, on, options=Options(baselines=False)))
+    for jobs, plan in zip((direct, summed, mixed), plans, strict=True):
+        assert check_plan(plan, jobs, QWEN, on, cost_model(on.spec)) == []
 
 
 def test_fit_on_compiled_steps_holds_on_held_out_ones():
