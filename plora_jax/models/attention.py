@@ -120,13 +120,9 @@ def _attend_cudnn(
 
 
 def choose_attention(config: ModelConfig, dtype: Any, platform: str) -> Literal["xla", "cudnn"]:
-    """Choose cuDNN for 16-bit models on NVIDIA GPUs where it serves the model, XLA everywhere else.
-
-    Models with a sliding window keep to XLA: on an H200, cuDNN's windowed attention of 192 tokens without a mask was
-    off by more than rounding explains, in one of the cases of test_attention.py. Asked for by name it runs.
-    """
+    """Choose cuDNN for 16-bit models on NVIDIA GPUs where it serves the model, XLA everywhere else."""
     fits = platform == "gpu" and jnp.dtype(dtype).itemsize == 2 and not config.cudnn_obstacle
-    return "cudnn" if fits and not any(config.layer_window) else "xla"
+    return "cudnn" if fits else "xla"
 
 
 def check_attention(config: ModelConfig, implementation: str) -> None:

@@ -31,8 +31,7 @@ def describe(model: str) -> str:
         "LoRA sites": ", ".join(site.name for site in c.sites),
         "attention": f"xla; no cudnn: {c.cudnn_obstacle}"
         if c.cudnn_obstacle
-        else "xla; cudnn on NVIDIA, 16 bit"
-        + (", only when asked for (sliding window)" if any(c.layer_window) else ""),
+        else "xla; cudnn on NVIDIA, 16 bit",
         "weights": "safetensors" + (f", .gguf ({family.gguf})" if family.gguf else ""),
     }
     width = max(map(len, facts))

@@ -79,14 +79,31 @@ def load_base(
         UserError: the model is not supported, not found or unreachable, or its tensors do not fit.
     """
     dtype = jnp.dtype(dtype or _dtype(precision))
-    config, stored, tokenizer = _sources(name, random_weights)
+    config, stored, make_tokenizer = _sources(name, random_weights)
+    with ThreadPoolExecutor(
+        1
+    ) as beside:  # importing transformers takes as long as the weights of a small model
+        tokenizer = beside.submit(make_tokenizer)
+        graphdef, params = _load(name, config, stored, dtype, seed if random_weights else None, placement)
+    return Base(name, config, graphdef, params, tokenizer.result())
+
+
+def _load(
+    name: str,
+    config: ModelConfig,
+    stored: dict[str, Stored],
+    dtype: Any,
+    seed: int | None,
+    placement: Placement | None,
+) -> tuple[nnx.GraphDef, nnx.State]:
+    """Read the weights, or draw them from `seed` where there is one."""
     abstract = nnx.eval_shape(lambda: Decoder(config, dtype))
     graphdef, state = nnx.split(abstract)
     flat = nnx.to_flat_state(state)
     where = {
         path: placement(".".join(map(str, path)), leaf.shape) if placement else None for path, leaf in flat
     }
-    if random_weights:
+    if seed is not None:
         arrays = {path: _random(leaf, path, config, seed, where[path]) for path, leaf in flat}
     else:
         check_tensors(stored, config, name)
@@ -97,22 +114,25 @@ def load_base(
         for (tensor, _), values in zip(wanted, _read_ahead(found for _, found in wanted), strict=True):
             # waited for, so that host memory is free again
             arrays[tensor.path] = jax.block_until_ready(_put(arrays[tensor.path], values, tensor))
-    params = nnx.from_flat_state([(path, leaf.replace(arrays[path])) for path, leaf in flat])
-    return Base(name, config, graphdef, params, tokenizer)
+    return graphdef, nnx.from_flat_state([(path, leaf.replace(arrays[path])) for path, leaf in flat])
 
 
-def _sources(name: str, random_weights: bool) -> tuple[ModelConfig, dict[str, Stored], Any]:
+def _sources(name: str, random_weights: bool) -> tuple[ModelConfig, dict[str, Stored], Callable[[], Any]]:
     config = load_config(name)
     path = Path(name).expanduser()
     if random_weights:
-        return config, {}, load_tokenizer(name) if path.suffix == ".gguf" else _tokenizer_in(path)
+        return (
+            config,
+            {},
+            partial(load_tokenizer, name) if path.suffix == ".gguf" else partial(_tokenizer_in, path),
+        )
     if path.suffix == ".gguf":
         file = gguf.open_gguf(path)
-        return config, file.tensors(), tokenizer_from_gguf(file.fields, str(path))
+        return config, file.tensors(), partial(tokenizer_from_gguf, file.fields, str(path))
     directory = path if path.is_dir() else hub_snapshot(name, HUB_FILES)
     if not path.is_dir():  # the hub's own config.json counts, not the preset's
         config = config_from_hf(read_json(directory / "config.json"), f"{name}/config.json")
-    return config, open_directory(directory), _tokenizer_in(directory)
+    return config, open_directory(directory), partial(_tokenizer_in, directory)
 
 
 def _tokenizer_in(directory: Path) -> Any:

@@ -69,7 +69,7 @@ def test_chosen_by_device_dtype_and_model():
     assert choose_attention(CONFIG, jnp.float32, "gpu") == "xla"
     assert choose_attention(CONFIG, jnp.bfloat16, "cpu") == "xla"
     assert choose_attention(SOFTCAP, jnp.bfloat16, "gpu") == "xla"
-    assert choose_attention(WINDOW, jnp.bfloat16, "gpu") == "xla"
+    assert choose_attention(WINDOW, jnp.bfloat16, "gpu") == "cudnn"
     assert choose_attention(preset("Qwen/Qwen2.5-7B-Instruct"), jnp.bfloat16, "gpu") == "cudnn"
 
 
