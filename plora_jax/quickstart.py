@@ -46,8 +46,10 @@ def _package(requirement: str, kind: str) -> bytes:
         )
         files = list(Path(folder).iterdir())
         if done.returncode or len(files) != 1:
+            said = "; ".join(line for line in done.stderr.splitlines() if line.startswith("ERROR"))
             raise UserError(
-                f"quickstart: pip could not download {requirement}: {done.stderr.strip()[-500:] or 'no file came'}"
+                f"pip could not download {requirement}: {said or done.stderr.strip()[-500:] or 'no file came'}; "
+                "it is in the Python package index, or where PIP_INDEX_URL says: check that it is reached"
             )
         return files[0].read_bytes()
 
@@ -55,7 +57,7 @@ def _package(requirement: str, kind: str) -> bytes:
 def _checked(data: bytes, sha256: str, name: str) -> bytes:
     found = hashlib.sha256(data).hexdigest()
     if found != sha256:
-        raise UserError(f"quickstart: {name} has sha256 {found}, but {sha256} was expected; it is not used")
+        raise UserError(f"{name} has sha256 {found}, but {sha256} was expected; it is not used")
     return data
 
 
@@ -115,9 +117,7 @@ def make_task(folder: Path, model: Path, counts: Mapping[str, int] = ROWS) -> di
             pools[rating > 0].append(row)
     half = sum(counts.values()) // 2
     if half > min(map(len, pools)):
-        raise UserError(
-            f"quickstart: {half} rows of a kind are asked for, and there are {min(map(len, pools))}"
-        )
+        raise UserError(f"{half} rows of a kind are asked for, and there are {min(map(len, pools))}")
     random = np.random.Generator(np.random.Philox(SPLIT_SEED))
     picked = [[pool[i] for i in random.permutation(len(pool))[:half]] for pool in pools]
     paths, start = {}, 0

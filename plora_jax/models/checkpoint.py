@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,8 +50,12 @@ def open_directory(directory: Path) -> dict[str, Stored]:
     single = directory / "model.safetensors"
     if index.exists():
         where: dict[str, str] = read_json(index).get("weight_map", {})
+        if not isinstance(where, dict) or not all(isinstance(shard, str) for shard in where.values()):
+            raise UserError(
+                f"{index}: weight_map must name each tensor's file; download the checkpoint again"
+            )
         shards = sorted(set(where.values()))
-        absent = [shard for shard in shards if not (directory / shard).exists()]
+        absent = [shard for shard in shards if not (directory / shard).is_file()]
         if absent:
             raise UserError(f"{index}: {_listing(absent, 'missing shard')}; download the checkpoint again")
         stored: dict[str, Stored] = {}
@@ -58,7 +63,7 @@ def open_directory(directory: Path) -> dict[str, Stored]:
             held = open_safetensors(directory / shard)
             stored.update({key: tensor for key, tensor in held.items() if where.get(key) == shard})
         return stored
-    if single.exists():
+    if single.is_file():
         return open_safetensors(single)
     others = sorted(p.name for p in directory.glob("*.bin")) + sorted(p.name for p in directory.glob("*.pth"))
     found = f"; found {others[0]}: convert it to safetensors first" if others else ""
@@ -80,24 +85,45 @@ def open_safetensors(path: Path) -> dict[str, Stored]:
             header = json.loads(file.read(length))
         except ValueError:
             raise UserError(f"{path}: its safetensors header is not JSON; download it again") from None
-    header.pop("__metadata__", None)
-    stored = {}
-    for key, entry in header.items():
-        begin, end = (8 + length + offset for offset in entry["data_offsets"])
-        dtype, shape = DTYPES.get(entry["dtype"]), tuple(entry["shape"])
+    stored, spans = {}, []
+    for key, name, shape, offsets in _entries(path, header):
+        begin, end = (8 + length + offset for offset in offsets)
+        dtype = DTYPES.get(name)
         if dtype is None:
-            raise UserError(f"{path}: {key} is {entry['dtype']}; supported are {', '.join(DTYPES)}")
+            raise UserError(f"{path}: {key} is {name}; supported are {', '.join(DTYPES)}")
         if end > size or end - begin != math.prod(shape) * np.dtype(dtype).itemsize:
             raise UserError(f"{path}: {key} does not fit the file: it is truncated; download it again")
         stored[key] = Stored(shape, _reader(path, begin, end - begin, np.dtype(dtype), shape))
+        spans.append((begin, end, key))
+    for (_, end, one), (begin, _, other) in pairwise(sorted(spans)):
+        if begin < end:
+            raise UserError(f"{path}: {one} and {other} share bytes; download it again")
     return stored
+
+
+def _entries(path: Path, header: Any) -> Iterator[tuple[str, str, tuple[int, ...], tuple[int, ...]]]:
+    """Yield the name, dtype, shape and offsets of every tensor in a header, which may hold anything."""
+    if not isinstance(header, dict):
+        raise UserError(f"{path}: its safetensors header is no JSON object; download it again")
+    for key, entry in header.items():
+        if key == "__metadata__":
+            continue
+        match entry:
+            case {"dtype": str(name), "shape": [*shape], "data_offsets": [int(begin), int(end)]}:
+                if 0 <= begin <= end and all(isinstance(size, int) for size in shape):
+                    yield key, name, tuple(shape), (begin, end)
+                    continue
+        raise UserError(f"{path}: {key} is not described as safetensors does; download it again")
 
 
 def _reader(
     path: Path, begin: int, length: int, dtype: np.dtype, shape: tuple[int, ...]
 ) -> Callable[[], np.ndarray]:
     def read() -> np.ndarray:
-        return np.fromfile(path, dtype=np.uint8, count=length, offset=begin).view(dtype).reshape(shape)
+        values = np.fromfile(path, dtype=np.uint8, count=length, offset=begin)
+        if len(values) < length:
+            raise UserError(f"{path}: became shorter while it was read")
+        return values.view(dtype).reshape(shape)
 
     return read
 

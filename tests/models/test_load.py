@@ -132,6 +132,58 @@ def damaged(directory, what):
         (directory / "pytorch_model.bin").write_bytes(b"")
 
 
+def headed(directory, header):
+    """Write weights again under what `header` makes of their header."""
+    path = directory / "model.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    text = json.dumps(header(json.loads(data[8 : 8 + length]))).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+NORMS = ("model.layers.0.input_layernorm.weight", "model.layers.1.input_layernorm.weight")
+
+
+@pytest.mark.parametrize("field", ["dtype", "shape", "data_offsets"])
+@pytest.mark.parametrize("value", [None, [], ["a"], [0.0, 128.0], [-128, 0], {}, 3])
+def test_a_header_that_describes_no_tensor(field, value, tmp_path):
+    tiny.write(tmp_path, tiny.LLAMA)
+    headed(tmp_path, lambda header: header | {NORMS[0]: header[NORMS[0]] | {field: value}})
+    with pytest.raises(UserError, match=r"model\.layers\.0\.input_layernorm\.weight"):
+        load_base(str(tmp_path))
+
+
+@pytest.mark.parametrize("header", [None, [], [1], 7, "text"])
+def test_a_header_that_is_no_object(header, tmp_path):
+    tiny.write(tmp_path, tiny.LLAMA)
+    headed(tmp_path, lambda _: header)
+    with pytest.raises(UserError, match=r"model\.safetensors: its safetensors header is no JSON object"):
+        load_base(str(tmp_path))
+
+
+def test_tensors_that_share_bytes(tmp_path):
+    tiny.write(tmp_path, tiny.LLAMA)
+    headed(tmp_path, lambda header: header | {NORMS[1]: header[NORMS[0]]})
+    with pytest.raises(UserError, match="share bytes; download it again"):
+        load_base(str(tmp_path))
+
+
+@pytest.mark.parametrize("where", [None, ["a"], {"a": 3}, {"a": None, "b": "c"}])
+def test_an_index_that_names_no_files(where, tmp_path):
+    tiny.write(tmp_path, tiny.LLAMA)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    with pytest.raises(UserError, match=r"index\.json: weight_map must name each tensor's file"):
+        load_base(str(tmp_path))
+
+
+def test_a_directory_where_weights_should_be(tmp_path):
+    tiny.write(tmp_path, tiny.LLAMA)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(UserError, match=r"no model\.safetensors"):
+        load_base(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("what", "message"),
     [
