@@ -124,7 +124,10 @@ def accelerator() -> list[Finding]:
     if backend == "cpu" and gpus():
         text = "there is a GPU that JAX does not use; install its CUDA build: pip install 'plora-jax[cuda]'"
         out.append(Finding("jax on gpu", "note", text))
-    return [*out, Finding("kernels", "ok", f"xla by default; asked for 'auto', {kernel}: {reason}")]
+    return [
+        *out,
+        Finding("kernels", "ok", f"xla in scanned layers; where they are written out, {kernel}: {reason}"),
+    ]
 
 
 def hub() -> Finding:

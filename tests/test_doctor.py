@@ -49,7 +49,7 @@ def test_a_gpu_that_jax_does_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
     told = jax_says(monkeypatch, '["gpu", ["NVIDIA H100", "NVIDIA H100"], ["hopper", "fused kernel"]]\n')
     assert told == [
         ("jax", "ok", "computes on gpu: 2 × NVIDIA H100"),
-        ("kernels", "ok", "xla by default; asked for 'auto', hopper: fused kernel"),
+        ("kernels", "ok", "xla in scanned layers; where they are written out, hopper: fused kernel"),
     ]
 
 

@@ -46,6 +46,10 @@ def lines(out, job_id, name):
     return [json.loads(line) for line in (out / "jobs" / job_id / name).read_text().splitlines()]
 
 
+def journal(out):
+    return [json.loads(line) for line in (out / "journal.jsonl").read_text().splitlines()]
+
+
 def events(out, kind):
     found = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
     return [event for event in found if event["event"] == kind]
@@ -143,10 +147,12 @@ def test_a_job_that_diverges_is_told_from_the_base_model_at_its_first_score(root
 def test_out_of_memory_shrinks_the_program_and_the_run_goes_on(root, tmp_path, arm):
     search = {"learning_rate": [0.01, 0.02, 0.03, 0.05], "rank": [4]}
     whole = run(root, tmp_path / "whole", search=search)
-    arm("step:2=oom,step:3=oom,step:9=oom")
+    arm("step:2=oom,step:3=oom,step:4=oom,step:9=oom")
     rows = run(root, tmp_path / "run", search=search)
     told = events(tmp_path / "run", "out_of_memory")
-    assert [event["slots"] for event in told] == [4, 2, 1]  # first more recompute, then fewer slots
+    assert [event["slots"] for event in told] == [4, 4, 2, 1]  # first more recompute, twice; then fewer slots
+    limits = [change for change in journal(tmp_path / "run") if change["kind"] == "limit"]
+    assert [change["policy"] for change in limits] == ["dots", "layer", "layer", "layer"]
     assert rows.keys() == whole.keys()
     for job_id, row in rows.items():
         assert row["status"] == "completed" and row["steps"] == whole[job_id]["steps"]

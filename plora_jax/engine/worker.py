@@ -24,6 +24,7 @@ from typing import IO, Any
 import jax
 from rich.console import Console
 
+from planner.signature import POLICIES
 from plora_jax.config.sweep import Sweep, parse_sweep
 from plora_jax.engine.journal import BASE, MAX_ATTEMPTS, TEST, Journal, RunState, try_lock
 from plora_jax.engine.monitor import sample
@@ -184,8 +185,10 @@ class Worker:
         state = self.journal.state
         was = state.packs[name] | state.limits.get(name, {})
         slots, m = was["slots"], was["m"]
-        now = {"slots": slots, "m": m, "policy": "layer"}
-        if was["policy"] == "layer":
+        now = {"slots": slots, "m": m, "policy": POLICIES[-1]}
+        if was["policy"] != POLICIES[-1]:
+            now["policy"] = POLICIES[POLICIES.index(was["policy"]) + 1]
+        else:
             if len(slots) > 1:
                 now["slots"] = slots[: len(slots) // 2]
             elif m > 1:
