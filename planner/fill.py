@@ -1,9 +1,9 @@
-"""Fill device groups one after another with the packs that waste least, jobs being worth their prices in the
-configuration LP.
+"""Fill device groups one after another with the packs that waste least, jobs being worth their prices in a linear
+program: over programs, or over whole groups.
 
-At these prices no pack is worth more than the machine time it takes. What it takes beyond its worth is lost,
-and so is the time for which a group idles. A beam search chooses the packs of one group for the least loss; the
-next group is filled with what is left (a dive, as in column generation for bin packing, with groups as columns).
+The machine time that a pack takes beyond its worth is lost, and so is the time for which a group idles. A beam search
+chooses the packs of one group for the least loss; the next group is filled with what is left (a dive, as in column
+generation for bin packing, with groups as columns).
 """
 
 from itertools import count

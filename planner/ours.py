@@ -1,4 +1,4 @@
-"""Our method: bounds, greedy cuts, groups filled by the configuration LP's prices, local search; exact if small."""
+"""Our method: bounds, greedy cuts, groups filled by a linear program's prices, local search; exact if small."""
 
 import time
 from dataclasses import dataclass
