@@ -47,7 +47,8 @@ def build_packs(instance: Instance, placed: list[Placed]) -> tuple[Pack, ...]:
 
 def date_jobs(instance: Instance, choice: Choice, jobs: list[tuple[str, int]], start: float) -> list[Assign]:
     """Return when each job holds which slot: steps last `step_s`, and scoring a job pauses its whole pack."""
-    steps = [instance.steps(k, choice.m) for _, k in jobs]
+    steps_of = instance.steps(choice.m)
+    steps = [steps_of[k] for _, k in jobs]
     _, slots = lay_out(steps, choice.J)
     spans = []
     for j, slot in enumerate(slots):

@@ -76,7 +76,7 @@ def make_types(instance: Instance) -> Types:
                             continue
                         setup = instance.load_seconds(d) + instance.cost.compile_s
                         pairs += [
-                            (k, len(rows), instance.steps(k, m), instance.eval_seconds(d, k)) for k in takes
+                            (k, len(rows), instance.steps(m)[k], instance.eval_seconds(d, k)) for k in takes
                         ]
                         rows.append((need, m, d, t0, slot_s, limit, setup))
     numbers = np.array([row[2:] for row in rows], dtype=float).T  # degree, t0, seconds a slot, limit, set-up

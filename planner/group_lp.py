@@ -55,15 +55,16 @@ class Groups:
             return None
         return table if len(table.seconds) and table.seconds.min() >= self.cell else None
 
-    def offer(self, prices: np.ndarray, share: float) -> float:
+    def offer(self, prices: np.ndarray, share: float, least: float) -> float:
         """Take prices, and the part of them all that is each device's share; return the seconds that earning it would
-        take if a group could run its best pack over and over.
+        take if a group did its best job, or where that is below `least` its best pack, over and over.
         """
         self.goal = self.degree * share
         self.fixed = self.load + self.goal * float((self.scoring / np.maximum(prices, 1e-12)).min())
+        seconds = self.fixed + self.goal / float((prices / self.least).max())
+        if seconds >= least or self.table is None:
+            return seconds
         table = self.table
-        if table is None:
-            return self.fixed + self.goal / float((prices / self.least).max())
         self.best = Ranking(table.steps, prices).best(self.jobs, table.row, table.capacity, cut=True)
         return self.fixed + self.goal / float((self.best.worth / table.seconds).max())
 
@@ -148,7 +149,7 @@ def group_bound(
     for _ in range(rounds):
         share, least, known = float(n @ now) / G, np.inf, len(columns)
         for group in list(groups):
-            seconds = group.offer(now, share)
+            seconds = group.offer(now, share, least)
             if seconds >= least:
                 continue
             found = group.look(max(bound, low))

@@ -216,11 +216,11 @@ class Instance:
             self.cache[key] = out
         return self.cache[key]
 
-    def steps(self, k: int, m: int) -> int:
-        """Return the micro-steps of a job of a class at m."""
-        key = ("steps", k, m)
+    def steps(self, m: int) -> list[int]:
+        """Return the micro-steps of a job of each class at m."""
+        key = ("steps", m)
         if key not in self.cache:
-            self.cache[key] = self.classes[k].micro_steps(m)
+            self.cache[key] = [job.micro_steps(m) for job in self.classes]
         return self.cache[key]
 
     def step_cost(self, degree: int, policy: str, need: Need) -> StepCost:

@@ -140,8 +140,9 @@ def choose_pack(instance: Instance, counts: Counts, degree: int) -> Choice | Non
     least = float("inf")
     for m, options in instance.programs(degree, need):
         count_of: dict[int, int] = {}
+        steps_of = instance.steps(m)
         for k, n in counts:
-            s = instance.steps(k, m)
+            s = steps_of[k]
             count_of[s] = count_of.get(s, 0) + n
         tally = tuple(sorted(count_of.items(), reverse=True))
         work = sum(s * n for s, n in tally)

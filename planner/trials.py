@@ -51,43 +51,44 @@ def make_table(instance: Instance, types: Types, degree: int, room: float, most:
     rows: list[np.ndarray] = []
     kinds: list[int] = []
     tight: list[tuple[np.ndarray, np.ndarray]] = []
-    trials: list[tuple[int, int, float]] = []
+    trials: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    count = 0
     for kind, ((need, _, _), of_policy) in enumerate(programs.items()):
         pairs = np.flatnonzero(types.t == of_policy[0])
         steps = np.zeros(len(own), dtype=int)
         steps[types.k[pairs]] = types.steps[pairs]
-        step_s = min(types.t0[t] + types.slot_s[t] for t in of_policy)
-        work = np.where(steps, jobs * steps, 0)
-        spans = [(L, L) for L in _lengths(steps)] if most is None else _spans(steps, room / step_s)
+        longest = room / min(types.t0[t] + types.slot_s[t] for t in of_policy)
+        work = jobs * steps
+        spans = [(L, L) for L in _lengths(steps)] if most is None else _spans(steps, longest)
         for L, upto in spans:
             needed = -(-int(work[steps <= upto].sum()) // upto)  # slots that hold all jobs side by side
-            found = [
-                (int(J) * upto, L * (types.t0[t] + J * types.slot_s[t]) + instance.cost.compile_s)
-                for t in of_policy
-                for J in _slots(min(int(types.limit[t]), needed), most is not None)
-            ]
-            least = np.inf
-            kept = []
-            for size, time in sorted(found, key=lambda item: (-item[0], item[1])):
-                if time < least:
-                    least = time
-                    kept.append((len(rows), size, time))
-            kept = [trial for trial in kept if trial[2] <= room]
-            if kept:
-                trials += kept
+            slots = [_slots(min(int(types.limit[t]), needed), most is not None) for t in of_policy]
+            size = np.concatenate(slots) * upto
+            step_s = np.concatenate(
+                [types.t0[t] + J * types.slot_s[t] for t, J in zip(of_policy, slots, strict=True)]
+            )
+            order = np.lexsort((step_s, -size))
+            size, seconds = size[order], L * step_s[order] + instance.cost.compile_s
+            least = np.minimum.accumulate(seconds)
+            kept = np.concatenate([[True], seconds[1:] < least[:-1]]) & (seconds <= room)
+            if kept.any():
+                trials.append((np.full(kept.sum(), len(rows)), size[kept], seconds[kept]))
                 rows.append(np.where(steps <= upto, steps, 0))
                 kinds.append(kind)
                 tight.append((buckets == need.bucket, lengths == need.S))
-        if most is not None and len(trials) > most:
+                count += len(trials[-1][0])
+        if most is not None and count > most:
             raise TooManyError
-    row, capacity, seconds = np.array(trials, dtype=float).reshape(-1, 3).T
+    row, capacity, seconds = (
+        map(np.concatenate, zip(*trials, strict=True)) if trials else (np.zeros(0, dtype=int),) * 3
+    )
     return Table(
         degree,
         np.array(rows).reshape(-1, len(own)),
         np.array(kinds),
         np.array(tight, dtype=bool).reshape(-1, 2, len(own)).transpose(1, 0, 2),
-        row.astype(int),
-        capacity.astype(int),
+        row,
+        capacity,
         seconds,
     )
 
@@ -127,9 +128,10 @@ def _spans(steps: np.ndarray, longest: float) -> list[tuple[int, int]]:
     return out
 
 
-def _slots(limit: int, every: bool) -> list[int]:
+def _slots(limit: int, every: bool) -> np.ndarray:
     """Return the numbers of slots to try: all of few, every fourth of many, the most that fit."""
-    return [J for J in range(1, limit + 1) if every or J <= 24 or J % 4 == 0 or limit == J]
+    J = np.arange(1, limit + 1)
+    return J[every | (J <= 24) | (J % 4 == 0) | (limit == J)]
 
 
 class Best(NamedTuple):
