@@ -1,6 +1,6 @@
 """Fit the shipped tables to what was measured on an H200: memory for every GPU, time for the H200.
 
-usage: python -m scripts.planner.fit_tables MEMORY_POINTS.json STEPS.jsonl
+usage: python -m scripts.planner.fit_tables MEMORY_POINTS.json [STEPS.jsonl]
 Prints the errors and rewrites planner/tables/*.json. Memory depends on the compiler more than on the GPU, so the
 factors of one GPU serve all; times do not, so other GPUs keep their estimates.
 """
@@ -57,8 +57,8 @@ def fit_steps(base: CostModel, steps: list[dict], shapes: dict[str, ModelShape])
     return with_values(base, least_squares(residuals, start).x)
 
 
-def main(memory_path: str, steps_path: str) -> None:
-    """Fit, print how well, and write the tables."""
+def main(memory_path: str, steps_path: str | None = None) -> None:
+    """Fit, print how well, and write the tables; times stay where no steps are given."""
     points = read_memory_points(memory_path)
     held_out = points[2::3]
     memory, held = fit_memory([p for p in points if p not in held_out], held_out)
@@ -67,7 +67,16 @@ def main(memory_path: str, steps_path: str) -> None:
     )
     worst = f"mean {held.mean:.1%}, worst {held.worst:.1%}"
     print(f"memory, {held.points} held-out points: {worst}; margin {memory.margin:.1%}")
-    shapes = {p.shape.name: p.shape for p in points}
+    for name in DEVICES:
+        table = CostModel.load(TABLES / f"{name.lower()}.json")
+        assumed = "" if name == "H200" else "; assumed here"
+        write_table(replace(table, memory=replace(memory, source=memory.source + assumed)), name.lower())
+    if steps_path:
+        fit_times(steps_path, {p.shape.name: p.shape for p in points})
+
+
+def fit_times(steps_path: str, shapes: dict[str, ModelShape]) -> None:
+    """Fit the H200's speeds, print how well, and write its table."""
     steps = [json.loads(line) for line in Path(steps_path).read_text(encoding="utf-8").splitlines()]
     steps = [row for row in steps if row["model"] in shapes]
     base = CostModel.load(TABLES / "h200.json")
@@ -85,12 +94,7 @@ def main(memory_path: str, steps_path: str) -> None:
     compile_s = round(max(row["compile_s"] for row in steps))
     sources = {**base.sources, **dict.fromkeys((*FITTED, "recompute"), seen)}
     sources["compile_s"] = "measured: the longest of those steps"
-    write_table(replace(fitted, compile_s=compile_s, memory=memory, sources=sources), "h200")
-    for name in DEVICES:
-        if name != "H200":
-            table = CostModel.load(TABLES / f"{name.lower()}.json")
-            shared = replace(memory, source=memory.source + "; assumed here")
-            write_table(replace(table, memory=shared), name.lower())
+    write_table(replace(fitted, compile_s=compile_s, sources=sources), "h200")
 
 
 if __name__ == "__main__":
