@@ -45,8 +45,6 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     args = _parser().parse_args(argv)
-    # transformers warns that PyTorch is missing, which nothing here needs
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         with _interruptible():
             code = int(args.run(args))
@@ -172,7 +170,10 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = command("quickstart", _quickstart, "Run a complete sweep on a small real model, on the CPU.")
     sub.add_argument(
-        "--out", type=Path, metavar="DIR", help="run directory (default: the next free runs/quickstart-N)"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="run directory (default: runs/quickstart, or the next free -N)",
     )
 
     sub = command(
@@ -373,8 +374,15 @@ def _version() -> str:
 
 def _quickstart(args: argparse.Namespace) -> int:
     from plora_jax.quickstart import main as quickstart
+    from plora_jax.quickstart import unused
 
-    return quickstart(args.out)
+    out = args.out or unused(Path("runs/quickstart"))
+    fresh = not out.exists()
+    try:
+        return quickstart(out)
+    finally:
+        if fresh and (out / "sweep.yaml").exists():
+            args.after = f"; go on with: plora sweep {out}/sweep.yaml --out {out} --resume"
 
 
 def _plan(args: argparse.Namespace) -> int:

@@ -158,7 +158,8 @@ def sweep_yaml(model: Path, data: dict[str, Path]) -> str:
     )
 
 
-def _unused(folder: Path) -> Path:
+def unused(folder: Path) -> Path:
+    """Return the directory, or where it exists the next free FOLDER-N."""
     out, number = folder, 1
     while out.exists():
         number += 1
@@ -166,8 +167,8 @@ def _unused(folder: Path) -> Path:
     return out
 
 
-def main(out: Path | None = None) -> int:
-    """Run the quickstart's sweep into `out` (by default the next free runs/quickstart-N); return the exit code."""
+def main(out: Path) -> int:
+    """Run the quickstart's sweep into `out`; return the exit code."""
     from plora_jax.config.sweep import load_sweep
     from plora_jax.engine.driver import run_sweep
     from plora_jax.search.configurations import search_jobs
@@ -179,5 +180,4 @@ def main(out: Path | None = None) -> int:
     write_atomic(path, sweep_yaml(model, data))
     print(f"quickstart: the sweep is {path}", flush=True)
     sweep = load_sweep(path)
-    out = out or _unused(Path("runs/quickstart"))
     return run_sweep(sweep, search_jobs(sweep), out)

@@ -97,6 +97,18 @@ def test_a_held_lock_says_that_the_run_goes_on(run: Path, tmp_path: Path) -> Non
     assert read_view(RunFiles(copy), time.time() + 1e5).state == "stopped"
 
 
+def test_an_interrupted_run_has_stopped_as_soon_as_it_says_so(run: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(run, tmp_path / "copy")
+    now = time.time()
+    with (copy / "events.jsonl").open("a") as events:
+        events.write(json.dumps({"time": now, "event": "started"}) + "\n")
+        events.flush()
+        assert read_view(RunFiles(copy), now).state == "running"
+        events.write(json.dumps({"time": now, "event": "interrupted", "signal": 2}) + "\n")
+        events.flush()
+    assert read_view(RunFiles(copy), now).state == "stopped"
+
+
 def test_who_held_which_pack_and_which_job_was_where(run: Path) -> None:
     view = view_of(run)
     first = next(span for span in view.spans if span.how == "lost")

@@ -81,7 +81,11 @@ class Precision:
 class Export:
     """Say what the exported adapters carry."""
 
-    base_model: str = setting("", "hub name written into adapter_config.json; empty: the model as given")
+    base_model: str = setting(
+        "",
+        "hub name written into adapter_config.json, also of a .gguf, whose rounded weights were trained on; "
+        "empty: the model as given",
+    )
 
 
 @dataclass(frozen=True)

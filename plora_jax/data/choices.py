@@ -49,11 +49,14 @@ def distinct_completions(train: Examples) -> tuple[str, ...]:
     return tuple(found)
 
 
-def row_options(source: Source, default: Sequence[str] | None) -> tuple[tuple[str, ...], int]:
+def row_options(
+    source: Source, default: Sequence[str] | None, origin: str = "data.choices"
+) -> tuple[tuple[str, ...], int]:
     """Return a row's options and the index of the right one.
 
     Options written without the completion's surrounding spaces ("yes" against " yes") take them over.
-    UserError when the row has no options, lists one twice, or its completion is none of them.
+    UserError when the row has no options, lists one twice, or its completion is none of them; `origin` says in it
+    where `default` is from.
     """
     options = tuple(source.choices or default or ())
     if not options:
@@ -66,7 +69,8 @@ def row_options(source: Source, default: Sequence[str] | None) -> tuple[tuple[st
         options = tuple(f"{lead}{o.strip()}{trail}" for o in options)
     if right not in options:
         shown = ", ".join(repr(o.strip()) for o in options[:8]) + (", …" if len(options) > 8 else "")
-        raise UserError(f"{source.where}: the completion {core!r} is none of the row's options ({shown}).")
+        origin = "the row's options" if source.choices else origin
+        raise UserError(f"{source.where}: the completion {core!r} is none of {origin} ({shown}).")
     if len(set(options)) < len(options):
         raise UserError(f"{source.where}: the same option is listed twice.")
     return options, options.index(right)
@@ -81,9 +85,13 @@ def make_choices(
     """
     coder = Coder(tokenizer)
     default = tuple(choices) if choices else None
+    origin = "data.choices"
     if default is None and train is not None and not all(s.choices for s in examples.sources):
-        default = distinct_completions(train)
-    laid = [row_options(s, default) for s in examples.sources]
+        default, origin = (
+            distinct_completions(train),
+            "the training rows' completions, which serve where there are no data.choices",
+        )
+    laid = [row_options(s, default, origin) for s in examples.sources]
     sequences: list[np.ndarray] = []
     scored: list[tuple[int, int, int, int, int]] = []
     for r, (source, (options, _)) in enumerate(zip(examples.sources, laid, strict=True)):

@@ -1,5 +1,6 @@
 """Find a model's configuration and tokenizer: a directory, .gguf file, preset or hub id. Imports no JAX."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from plora_jax.models.config import ModelConfig, config_from_hf
 from plora_jax.models.gguf_tokenizer import tokenizer_from_gguf
 from plora_jax.models.presets import PRESETS, preset
 
+# transformers, which is imported where it is used, warns that PyTorch is missing; nothing here needs it
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 SMALL_FILES = ["*.json", "*.model", "*.jinja", "*.txt"]
 # Mistral's repositories hold the weights once more, as consolidated.safetensors.
 HUB_FILES = [*SMALL_FILES, "model*.safetensors"]

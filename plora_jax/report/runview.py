@@ -139,10 +139,11 @@ def _sweep(files: RunFiles) -> dict[str, Any]:
 
 
 def _state(files: RunFiles, events: list[dict[str, Any]], now: float) -> str:
-    ends = [kind(line) for line in events if kind(line) in ("started", "finished")]
+    ends = [kind(line) for line in events if kind(line) in ("started", "finished", "interrupted")]
     if (ends and ends[-1] == "finished") or (not ends and files.value("leaderboard.json") is not None):
         return "finished"
-    return "running" if files.locked() or now - files.written() < FRESH_S else "stopped"
+    fresh = now - files.written() < FRESH_S and ends[-1:] != ["interrupted"]
+    return "running" if files.locked() or fresh else "stopped"
 
 
 def _set_clock(view: RunView, lines: list[dict[str, Any]], starts: list[dict[str, Any]], now: float) -> None:

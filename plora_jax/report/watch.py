@@ -62,7 +62,7 @@ def done_share(view: RunView) -> float:
 
 
 def rate(view: RunView) -> float:
-    """Return the trained tokens a second of all workers now; 0 where none says."""
+    """Return the tokens a second of all workers now; 0 where none says."""
     if view.state != "running":
         return 0.0
     return sum(number(worker.get("tokens_per_s")) or 0.0 for worker in view.workers.values())

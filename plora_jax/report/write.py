@@ -165,9 +165,11 @@ def _stats(view: RunView) -> list[tuple[str, str, str]]:
         part = f"{100 * spent / full:.0f} %" if full else short(spent)
         about = "about " if guessed else ""
         beside = (
-            f"{short(spent)} of {about}{short(full)} that all jobs in full would take" if full else "trained"
+            f"{short(spent)} of {about}{short(full)} that all jobs in full would take"
+            if full
+            else "labels of all jobs"
         )
-        out.append(("tokens spent", part, beside))
+        out.append(("trained tokens", part, beside))
     took = view.clock(view.last)
     planned = number(view.plan.get("makespan_s"))
     if took:

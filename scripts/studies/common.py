@@ -18,7 +18,6 @@ import yaml
 
 # The sweeps run in this process, whose share of a GPU is then what a worker of its own would take.
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
-os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 import jax
 from rich.console import Console

@@ -89,7 +89,7 @@ def test_bos_stands_before_the_prompt_where_the_tokenizer_adds_it(read):
         (
             [row(), row(" maybe")],
             [" yes", " no"],
-            "line 2: the completion 'maybe' is none of the row's options ('yes', 'no')",
+            "line 2: the completion 'maybe' is none of data.choices ('yes', 'no')",
         ),
         ([row(choices=[" yes", " yes"])], None, "line 1: the same option is listed twice"),
         ([row("yes", ""), row("no", "")], ["yes", "no"], "has no token that follows another"),
