@@ -57,16 +57,21 @@ class Groups:
 
     def offer(self, prices: np.ndarray, share: float, least: float) -> float:
         """Take prices, and the part of them all that is each device's share; return the seconds that earning it would
-        take if a group did its best job, or where that is below `least` its best pack, over and over.
+        take if a group did its best job, or where that is below `least` its best pack, over and over; ∞ where none of
+        them has a price.
         """
         self.goal = self.degree * share
         self.fixed = self.load + self.goal * float((self.scoring / np.maximum(prices, 1e-12)).min())
-        seconds = self.fixed + self.goal / float((prices / self.least).max())
+        seconds = self._seconds(prices / self.least)
         if seconds >= least or self.table is None:
             return seconds
         table = self.table
         self.best = Ranking(table.steps, prices).best(self.jobs, table.row, table.capacity, cut=True)
-        return self.fixed + self.goal / float((self.best.worth / table.seconds).max())
+        return self._seconds(self.best.worth / table.seconds)
+
+    def _seconds(self, rates: np.ndarray) -> float:
+        best = float(rates.max())
+        return self.fixed + self.goal / best if best else np.inf
 
     def look(self, C: float) -> tuple[float, list[np.ndarray]] | None:
         """Return the least seconds that the share takes, and groups that earn most within C: jobs of each class; None
@@ -147,7 +152,7 @@ def group_bound(
     columns, devices = list(np.eye(len(n))), list(TRUST * now)
     bound, good = 0.0, now
     for _ in range(rounds):
-        share, least, known = float(n @ now) / G, np.inf, len(columns)
+        share, least, known = float(n @ now) / G, TOP * low, len(columns)  # longer packs are in no table
         for group in list(groups):
             seconds = group.offer(now, share, least)
             if seconds >= least:

@@ -98,6 +98,25 @@ def test_on_a_gpu_what_recomputes_nothing_has_no_loop(monkeypatch):
     assert with_policy(Runtime(recomputed=2), "dots", 4) == Runtime(recompute="dots")
 
 
+def test_on_a_gpu_auto_writes_out_only_what_recomputes_nothing(tmp_path, monkeypatch):
+    model = tiny.write_model(tmp_path / "model", num_hidden_layers=4)
+    base = load_base(str(model), random_weights=True, precision="fp32")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(bench, "device_bytes", lambda: 2**40)
+    tried = []
+
+    def none_fits(chosen, layers, *_, **__):
+        tried.extend(choices(chosen, layers))
+        raise UserError("none fits")
+
+    monkeypatch.setattr(bench, "cheapest", none_fits)
+    with pytest.raises(UserError):
+        measure_step(base, jobs=1, m=1, length=8, rank=8, recompute="auto", repeats=0)
+    assert [(r.recompute == "none", r.unroll, r.kernels) for r in tried] == [
+        (True, 4, "auto"), *[(False, 1, "xla")] * 5
+    ]  # fmt: skip
+
+
 def test_bench_refuses_what_it_does_not_know(tmp_path, capsys):
     assert main(["bench", "step", "--model", str(tmp_path / "absent"), "--jobs", "1"]) == 2
     assert "absent" in capsys.readouterr().err

@@ -8,6 +8,7 @@ import pytest
 from plora_jax.cli import main
 from plora_jax.engine import faults
 from plora_jax.engine.journal import Journal
+from plora_jax.engine.packrun import PackRun
 from tests import tiny
 from tests.test_engine import HELD_OUT, TRAIN
 
@@ -223,6 +224,36 @@ def test_jobs_are_added_and_withdrawn(root, tmp_path, capsys):
         assert main(arguments) == 2 and told in capsys.readouterr().err
     more.write_text("model: other\njobs: [{learning_rate: 0.1}]\n")
     assert main(["add", str(out), str(more)]) == 2 and "model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("keep", "at", "kept", "evals"), [
+    ("last", 7, 7, [5, 7]), ("last", 10, 10, [5, 10]), ("last", 3, None, []), ("best", 7, 5, [5]),
+])  # fmt: skip
+def test_a_job_withdrawn_between_evaluations_has_the_adapter_of_its_score(
+    root, tmp_path, monkeypatch, keep, at, kept, evals
+):
+    def look(pack, micro_step):
+        if micro_step == at:
+            where = {"pack": pack.name, "at": at, "slot": 0, "job_id": pack._held(0).job_id}
+            with pack.journal.locked():
+                pack.journal.append("stop", **where, reason="withdrawn")
+
+    monkeypatch.setattr(PackRun, "_look", look)
+    train = {"keep": keep, "epochs": 8}
+    search = {"learning_rate": [0.1, 0.01], "rank": [4]}
+    code = 0 if kept else 1
+    rows = run(root, tmp_path / "run", search=search, train=train, eval={"every_steps": 5}, code=code)
+    (row,) = [row for row in rows.values() if row["status"] != "completed"]
+    assert len(rows) == 2 and row["steps"] == at and "withdrawn" in row["reason"]
+    logged = lines(tmp_path / "run", row["job_id"], "evals.jsonl") if evals else []
+    assert [line["step"] for line in logged] == evals
+    record = json.loads((tmp_path / "run" / "jobs" / row["job_id"] / "job.json").read_text())
+    assert record.get("kept_step") == kept
+    if kept:
+        assert row["status"] == "stopped" and (tmp_path / "run" / row["adapter"]).is_dir()
+        assert row["score"] == next(line["score"] for line in logged if line["step"] == kept)
+    else:
+        assert row["status"] == "failed" and row["score"] is None
 
 
 @pytest.mark.parametrize("stop", [None, {"method": "median", "min_jobs": 1, "grace_period": 0.3}])

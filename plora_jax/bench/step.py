@@ -116,8 +116,10 @@ def measure_step(
     config = base.config
     many = [Job(rank=rank, batch_size=m, max_steps=1000, scheduler="constant")] * jobs
     spec = replace(pack_spec(config, many, m=m), accumulate=accumulate)
-    policy = "none" if recompute == "auto" else recompute
-    chosen = replace(with_policy(runtime_for(base), policy, config.n_layers), **(runtime or {}))
+    plain = runtime_for(base)
+    if recompute != "auto":
+        plain = with_policy(plain, recompute, config.n_layers)
+    chosen = replace(plain, **(runtime or {}))
     batch = random_batch(config.vocab_size, jobs, m, length)
     precision = "fp32" if chosen.dtype == jnp.float32 else "bf16"
 

@@ -123,6 +123,8 @@ class PackRun:
         for j, reason in [(j, self.journal.state.stops.get((self.name, at, j))) for j in trainer.slots]:
             if reason is not None:
                 trainer.sync()
+                if self.sweep.train.keep == "last" and 0 < self._held(j).judged < trainer.step_of(j):
+                    self._score([j])  # the adapter it has now is the one that is kept
                 self._end(j, "stopped", reason)
         self._fill()
         self._shrink(at)
@@ -332,9 +334,7 @@ class PackRun:
             return
         score, more = None, {"fraction": trained.steps / run.steps}
         if status != "failed":
-            last = (held.job_id, trained.steps)
-            best = self.sweep.train.keep == "best" or last not in scores
-            step = held.best_step if best else trained.steps
+            step = held.best_step if self.sweep.train.keep == "best" else trained.steps
             fault("export")
             directory = self.run_dir.job(held.job_id)
             if step < trained.steps:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from plora_jax.errors import UserError
+from plora_jax.models.checkpoint import Stored
 from plora_jax.models.find import load_config, load_tokenizer
-from plora_jax.models.load import load_base
+from plora_jax.models.load import READERS, _read_ahead, load_base
 from tests.models import tiny
 
 
@@ -312,3 +314,22 @@ def test_host_memory_stays_under_the_largest_shard(tmp_path):
     size = 2 * bf16.n_params
     assert size > 100e6
     assert grown < size + 60e6, (grown / 1e6, size / 1e6)
+
+
+def test_tensors_are_read_ahead_in_order_and_a_fault_ends_all():
+    begun, found = [], []
+
+    def stored(n):
+        def read():
+            begun.append(n)
+            time.sleep(0.02 * (n % 3 == 0))  # those after it are there sooner
+            if n == 7:
+                raise UserError("became shorter")
+            return np.array([n])
+
+        return Stored((1,), read)
+
+    with pytest.raises(UserError, match="became shorter"):
+        for values in _read_ahead(map(stored, range(40))):
+            found.append(int(values[0]))
+    assert found == list(range(7)) and max(begun) <= 7 + READERS

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from planner import JobSpec, Options, check_plan, make_plan
 from planner.config_lp import make_types
 from planner.exact import exact
-from planner.group_lp import CELLS, _knapsack, group_bound
+from planner.group_lp import CELLS, TOP, Groups, _knapsack, group_bound
 from planner.groups import makespan
 from planner.ours import bounds
 from planner.trials import Ranking
@@ -86,6 +86,21 @@ def test_whatever_the_prices_no_optimum_is_below_what_they_rule_out(prices, coun
     for low in (0.8 * best, best):
         bound, _ = group_bound(problem, make_types(problem), low, np.array(prices[: len(problem.classes)]), 1)
         assert bound <= best * (1 + 1e-9)
+
+
+def test_a_bound_claims_no_more_than_the_longest_packs_listed():
+    """From far below the optimum, all that is known is that no listed pack earns enough: unlisted ones are longer."""
+    problem = instance([job(i, 64, 1) for i in range(2)], "1xA100-40GB")
+    for low in (1.0, makespan(exact(problem)) / 2):
+        assert group_bound(problem, make_types(problem), low, np.ones(1))[0] <= TOP * low
+
+
+def test_a_degree_whose_jobs_have_no_price_never_earns_its_share():
+    problem = instance([job(0, 8), job(1, 64)], "1xA100-40GB")
+    for top in (1.0, 1.2 * makespan(exact(problem))):  # without packs, and with some
+        group = Groups(problem, make_types(problem), 1, top)
+        assert (group.table is None) == (top == 1.0)
+        assert group.offer(np.zeros(2), 1.0, np.inf) == np.inf
 
 
 def test_groups_that_hold_whole_jobs_bound_as_they_can_be_counted():
