@@ -106,8 +106,11 @@ def choose(
       dtype: of x. jobs, tokens: J adapters with T tokens each. d_in: D. d_outs: F per site. ranks: the R of the
         adapted sites. shared: whether all jobs read the same tokens. frozen: whether every site has its W.
       device: a `Device`; the default one if None. mode: the implementation asked for; the one in force here if None.
+
+    Raises:
+      ValueError: when the implementation is none of `using`'s.
     """
-    mode = mode or asked()
+    mode = _known(mode) if mode else asked()
     device = device or default_device()
     if mode == "xla":
         return Choice("xla", "the default; using('auto') chooses the fused kernel where it serves")

@@ -151,8 +151,12 @@ def sweep_problem(
         from plora_jax.engine.task import start_adapters
 
         jobs, _ = start_adapters(sweep, config, jobs)
-    patterned = [job for job in jobs if job.rank_pattern or job.alpha_pattern]
-    if patterned:  # only these need the modules' names, and what knows them imports JAX
+    patterned = [
+        job for job in jobs if job.rank_pattern or job.alpha_pattern or any("." in t for t in job.targets)
+    ]
+    if (
+        patterned
+    ):  # only these, and targets that are paths, need the modules' names, and what knows them imports JAX
         from plora_jax.adapters import alphas, ranks
 
         for job in patterned:

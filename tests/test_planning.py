@@ -1,6 +1,7 @@
 """What the planner is told about a sweep: the model's sizes, the rows and lengths of the data, the devices."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,13 @@ def test_a_buffer_of_summed_gradients_is_charged_as_it_is_compiled(tmp_path: Pat
     )
     assert charged[0] - charged[1] == pytest.approx(4 * J * shape.adapter_params(rank))
     assert real[0] - real[1] == pytest.approx(charged[0] - charged[1], rel=0.2)
+
+
+@pytest.mark.parametrize("name", ["nothing.*", "layers.9.self_attn.q_proj"])
+def test_a_path_that_names_no_module_is_no_plan(tmp_path: Path, name: str) -> None:
+    bad = load_sweep(write_sweep(tmp_path, train={"targets": [name]}))
+    with pytest.raises(UserError, match=f"targets: '{re.escape(name)}' names no module"):
+        planned(bad)
 
 
 @pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])

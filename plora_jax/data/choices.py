@@ -97,6 +97,10 @@ def make_choices(
     for r, (source, (options, _)) in enumerate(zip(examples.sources, laid, strict=True)):
         texts = [source.prompt + option for option in options]
         encoded = coder.encode(texts, [source.bos] * len(texts), [source.where] * len(texts))
+        alike: dict[bytes, str] = {}
+        for text, piece in zip(options, encoded, strict=True):
+            if (other := alike.setdefault(piece.ids.tobytes(), text)) != text:
+                raise UserError(f"{source.where}: options {other!r} and {text!r} have the same tokens.")
         homes = _share([e.ids[:-1] for e in encoded], sequences)
         for o, (piece, home) in enumerate(zip(encoded, homes, strict=True)):
             mask = piece.end > len(source.prompt)

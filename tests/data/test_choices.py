@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from plora_jax.data.choices import accuracy, distinct_completions, make_choices, option_scores
 from plora_jax.data.encode import read_examples
@@ -100,6 +102,16 @@ def test_faults_name_the_row(read, chatml, rows, options, says):
         # a training row of two tokens keeps the file readable where the prompt is empty
         make_choices(read(*rows), make_tokenizer() if options else chatml, choices=options)
     assert says in str(caught.value)
+
+
+def test_options_with_the_same_tokens_are_no_options(read):
+    core = Tokenizer(models.WordLevel({"<unk>": 0, "Answer": 1, "yes": 2, "</s>": 3}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    words = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", unk_token="<unk>")
+    rows = read(row(" good"), tokenizer=words)
+    with pytest.raises(UserError, match="line 1: options ' good' and ' bad' have the same tokens"):
+        make_choices(rows, words, choices=[" good", " bad"])
+    assert len(make_choices(rows, words, choices=[" good", " yes"]).row) == 2
 
 
 def test_too_many_distinct_completions_are_no_options(read):

@@ -56,6 +56,8 @@ def test_this_machine_and_overrides():
         assert choose(**CALL, device=H200).name == "xla"
     with pytest.raises(ValueError, match="auto, xla, hopper"), using("cuda"):
         pass
+    with pytest.raises(ValueError, match="auto, xla, hopper"):
+        choose(**CALL, mode="cuda")
 
 
 def test_a_mesh_that_xla_partitions_keeps_to_xla():
