@@ -179,7 +179,8 @@ def _parser() -> argparse.ArgumentParser:
     sub = command(
         "plan",
         _plan,
-        "Plan a sweep: which jobs share a device, when, and in how much memory. Needs no accelerator.",
+        "Plan a sweep: which jobs share a device, when, and in how much memory. Needs no accelerator; "
+        "`sweep --dry-run` also checks every row.",
     )
     sub.add_argument("sweep", type=Path, metavar="SWEEP.yaml")
     sub.add_argument(
