@@ -17,7 +17,9 @@ from plora_jax.training.recompute import with_policy
 from plora_jax.training.step import PackSpec, pack_spec
 from plora_jax.training.trainer import Work
 
-STEPS_PER_SHAPE = 64  # micro-steps that make one more compiled length worth its compilation
+STEPS_PER_SHAPE = (
+    64  # micro-steps, for each layer written out, that one more compiled length needs to be worth it
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Program:
     def of(sweep: Sweep, base: Base, pack: dict[str, Any], work: Sequence[Work]) -> "Program":
         """Make the program of a pack (as plan.json has it) for its planned jobs."""
         m, packing = pack["m"], sweep.data.packing and pack["m"] > 1
+        runtime = with_policy(runtime_for(base), pack["policy"], base.config.n_layers)
         return Program(
             base,
             pack_spec(
@@ -44,8 +47,8 @@ class Program:
                 m=None if packing else m,  # examples that share rows may end a batch later
             ),
             m,
-            _shapes(sweep, work, m, packing),
-            replace(with_policy(runtime_for(base), pack["policy"], base.config.n_layers), segments=packing),
+            _shapes(sweep, work, m, packing, runtime),
+            replace(runtime, segments=packing),
             packing,
         )
 
@@ -78,12 +81,12 @@ class Program:
         return fits(self.signature, job) and short
 
 
-def _shapes(sweep: Sweep, work: Sequence[Work], m: int, packing: bool) -> Sequence[Shape]:
+def _shapes(sweep: Sweep, work: Sequence[Work], m: int, packing: bool, runtime: Runtime) -> Sequence[Shape]:
     pairs = [(item.examples, item.job.data_seed) for item in work]
     if sweep.data.buckets:
         return [fitting_shape(length, [e for e, _ in pairs]) for length in sweep.data.buckets]
     micro_steps = max(trained_rows(item.job, len(item.examples)) // m for item in work)
-    limit = min(MAX_SHAPES, 1 + micro_steps // STEPS_PER_SHAPE)
+    limit = min(MAX_SHAPES, 1 + micro_steps // (STEPS_PER_SHAPE * runtime.unroll))
     return choose_shapes(pairs, 1 if packing else m, group=m, fill=packing, limit=limit)
 
 
