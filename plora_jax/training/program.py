@@ -17,9 +17,8 @@ from plora_jax.training.recompute import with_policy
 from plora_jax.training.step import PackSpec, pack_spec
 from plora_jax.training.trainer import Work
 
-STEPS_PER_SHAPE = (
-    64  # micro-steps, for each layer written out, that one more compiled length needs to be worth it
-)
+# micro-steps, for each layer that is written out, in which one more compiled length is worth its compilation
+STEPS_PER_SHAPE = 64
 
 
 @dataclass(frozen=True)
