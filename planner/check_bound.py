@@ -57,7 +57,8 @@ def can_finish(
             [],
         ).append(job)
     groups = list(kinds.values())
-    modes = _modes([group[0] for group in groups], plan.precision, shape, devices, cost)
+    found = _modes([group[0] for group in groups], plan.precision, shape, devices, cost)
+    modes = list(dict.fromkeys(found))  # policies that cost the same are one mode
     ways = [
         [(mode, way) for mode in modes if (way := _way(group[0], mode, cost, shape, plan, C))]
         for group in groups
