@@ -1,6 +1,7 @@
 """Settings that must stand before JAX starts its CPU device, and which examples hypothesis draws."""
 
 import os
+import signal
 
 from hypothesis import settings
 
@@ -8,6 +9,10 @@ from hypothesis import settings
 os.environ.setdefault("NPROC", "16")
 # No test leaves compiled programs in the user's cache or finds some there; test_compiled.py has its own directory.
 os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
+
+# A shell's background jobs ignore Ctrl-C, and so would every process that a test starts and interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples in every run, so that an unlucky draw fails nobody's change. To look for new failures at random:
 # PLORA_EXAMPLES=300 pytest tests/planner (300 examples a property there; elsewhere each test's own number).

@@ -4,8 +4,8 @@ usage: python -m scripts.studies.early_stop --model GGUF --work DIR --out FILE.j
 
 The task is the quickstart's (rated movie-review snippets), with more rows. For each seed a number of configurations
 is drawn at random and trained twice: whole, in as many slots as are fastest, and with `early_stop: asha` in fewer
-slots than there are jobs. The full sweep is scored nine times, so that `scripts/early_stop_sim.py` can replay it; what
-a few rules would have come to is in the result.
+slots than there are jobs. The full sweep is scored nine times (`--scorings`), so that `scripts/early_stop_sim.py` can
+replay it; what a few rules would have come to is in the result.
 """
 
 import argparse
@@ -27,7 +27,6 @@ SPACE = {
     "alpha_ratio": [0.5, 1, 2, 4],
 }
 ETA = 3  # rungs at 1/9 and 1/3
-SCORED = ETA**2  # evaluations of a full training, every rung among them
 
 
 def sections(data: dict[str, str], args: argparse.Namespace, seed: int) -> dict[str, Any]:
@@ -49,7 +48,7 @@ def sections(data: dict[str, str], args: argparse.Namespace, seed: int) -> dict[
             "data_seed": seed,
             "keep": "last",
         },
-        "eval": {"every_epochs": args.epochs / SCORED},
+        "eval": {"every_epochs": args.epochs / args.scorings},
     }
 
 
@@ -138,6 +137,9 @@ def options() -> argparse.ArgumentParser:
     out.add_argument("--configurations", type=int, default=32, metavar="N")
     out.add_argument("--slots", type=int, default=8, metavar="N", help="of the sweep with early stopping")
     out.add_argument("--epochs", type=float, default=2.0, metavar="N")
+    out.add_argument(
+        "--scorings", type=int, default=ETA**2, metavar="N", help="of a full training (default: every rung)"
+    )
     for part, rows in (("train", 512), ("eval", 512), ("test", 1000)):
         out.add_argument(f"--{part}-rows", type=int, default=rows, metavar="N")
     return out
