@@ -154,9 +154,8 @@ def sweep_problem(
     patterned = [
         job for job in jobs if job.rank_pattern or job.alpha_pattern or any("." in t for t in job.targets)
     ]
-    if (
-        patterned
-    ):  # only these, and targets that are paths, need the modules' names, and what knows them imports JAX
+    # only these, and targets that are paths, need the modules' names, and what knows them imports JAX
+    if patterned:
         from plora_jax.adapters import alphas, ranks
 
         for job in patterned:
