@@ -20,7 +20,7 @@ JOBS = 24
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory) -> Path:
-    """Write a sweep of 24 jobs that train for about a minute each on one core."""
+    """Write a sweep of 24 jobs, long enough for a checkpoint before a node is lost on a fast machine too."""
     folder = tmp_path_factory.mktemp("sweep")
     words = [
         f"{a} {b}" for a in ("red", "green", "blue", "one", "two") for b in ("one", "two", "three", "is")
@@ -36,8 +36,8 @@ def sweep(tmp_path_factory) -> Path:
     path = tiny.write_sweep(
         folder,
         search={"learning_rate": rates, "rank": [4, 8], "batch_size": [2, 4]},
-        train={"epochs": 60, "dropout": 0.1},
-        eval={"every_epochs": 20},
+        train={"epochs": 300, "dropout": 0.1},
+        eval={"every_epochs": 100},
         devices="3xcpu-1GB",
     )
     return path

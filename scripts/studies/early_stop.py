@@ -94,7 +94,7 @@ def compared(full: dict[str, Any], asha: dict[str, Any]) -> dict[str, float]:
 
 
 def replays(full: Finished, slots: int) -> list[dict[str, Any]]:
-    """Return what the rules of early_stop_sim would have come to on the full sweep's record."""
+    """Return what the rules of early_stop_sim would have come to on the record of a full sweep scored as it trained."""
     kept = ("rule", "tokens", "completed", "best", "worse_by", "winner")
     return [{name: row[name] for name in kept} for row in compare(full.path, RULES, slots)]
 
@@ -102,7 +102,9 @@ def replays(full: Finished, slots: int) -> list[dict[str, Any]]:
 def run_full(study: Study, seeds: dict[int, Any], seed: int, full: dict[str, Any]) -> None:
     """Train all jobs of a seed to their end."""
     sweep = study.sweep(f"full-{seed}", full)
-    seeds[seed] = {"seed": seed, "full": summary(sweep), "replays": replays(sweep, study.args.slots)}
+    seeds[seed] = {"seed": seed, "full": summary(sweep)}
+    if study.args.scorings > 1:
+        seeds[seed]["replays"] = replays(sweep, study.args.slots)
 
 
 def run_asha(study: Study, seeds: dict[int, Any], seed: int, full: dict[str, Any]) -> None:
