@@ -1,10 +1,9 @@
 """Measure the packed step's switches, its table of shapes, PEFT beside it and the planner's points, in full calls.
 
     python -m benchmarks.step --plan 1 --out step-1.jsonl      which switches win at 7B, 8 × 1 × 1024
-    python -m benchmarks.step --plan 2 --out step-2.jsonl --set '{"runtime": {"unroll": "all"}}'
-                                                               the 7B and 8B shapes, with PEFT
-    python -m benchmarks.step --plan 3 --out step-3.jsonl …    the 3B and 0.5B shapes, with PEFT
-    python -m benchmarks.step --plan 4 --out step-4.jsonl …    steps for the planner's models of time and memory
+    python -m benchmarks.step --plan 2 --out step-2.jsonl      the 7B and 8B shapes, with PEFT
+    python -m benchmarks.step --plan 3 --out step-3.jsonl      the 3B and 0.5B shapes, with PEFT
+    python -m benchmarks.step --plan 4 --out step-4.jsonl      steps for the planner's model of time
 
 The most important case comes first, a line is written as each ends, and a case that fails or hangs ends its worker
 process alone. `--seconds` bounds a call: what does not fit any more is left out and named. `--cases FILE` takes other
@@ -28,7 +27,7 @@ from typing import Any
 QWEN = {size: f"Qwen/Qwen2.5-{size}-Instruct" for size in ("0.5B", "1.5B", "3B", "7B")}
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 CASE_SECONDS = 200  # after which a worker is given up
-CUBLAS = {"xla_gpu_enable_triton_gemm": False}
+TRITON = {"xla_gpu_enable_triton_gemm": True}  # which the step leaves out where layers are written out
 
 
 def shape(model: str, jobs: int, m: int, length: int, rank: int = 32, **more: Any) -> dict[str, Any]:
@@ -44,10 +43,10 @@ def switches() -> list[dict[str, Any]]:
         return shape(QWEN["7B"], 8, 1, 1024, **{"recompute": "dots"} | more) | {"label": label}
 
     return [
-        case("unrolled", runtime=deep, ceiling=True, parts=True),
-        case("unrolled, fused kernel", runtime=deep, kernels="auto", parts=True),
+        case("unrolled", runtime=deep, options=TRITON, ceiling=True, parts=True),
+        case("unrolled, fused kernel", runtime=deep, options=TRITON, kernels="auto", parts=True),
         case("scanned", parts=True),
-        case("unrolled, no Triton products", runtime=deep, options=CUBLAS, parts=True),
+        case("unrolled, no Triton products", runtime=deep, parts=True),
         case("unrolled, gradients summed", runtime=deep, accumulate=True),
         case("unrolled, nothing recomputed", runtime=deep, recompute="none"),
         case("unrolled, head in chunks of 4096", runtime=deep, head_chunk=4096),
@@ -70,7 +69,7 @@ def peft(model: str, *shapes: tuple[int, int]) -> dict[str, Any]:
 
 
 def table_large() -> list[dict[str, Any]]:
-    full = {"ceiling": True, "parts": True, "recompute": "dots"}
+    full = {"ceiling": True, "parts": True}
     seven = QWEN["7B"]
     return [
         peft(seven, (1, 1024), (1, 256), (1, 128)),
@@ -88,14 +87,14 @@ def table_small() -> list[dict[str, Any]]:
     three, half = QWEN["3B"], QWEN["0.5B"]
     return [
         peft(three, (1, 1024)),
-        shape(three, 32, 1, 1024, recompute="auto", repeats=6, **full),
+        shape(three, 32, 1, 1024, recompute="dots", repeats=6, **full),
         shape(three, 32, 1, 1024, recompute="dots", repeats=6, runtime={"recomputed": 9}),
         peft(half, (1, 1024), (1, 128)),
-        shape(half, 32, 1, 128, recompute="none", **full),
-        shape(half, 32, 1, 128, recompute="none", micro_steps=4, repeats=5),
-        shape(half, 32, 1, 1024, recompute="dots", **full),
-        shape(three, 8, 1, 1024, recompute="dots", **full),
-        shape(three, 32, 1, 128, recompute="dots"),
+        shape(half, 32, 1, 128, **full),
+        shape(half, 32, 1, 128, micro_steps=4, repeats=5),
+        shape(half, 32, 1, 1024, **full),
+        shape(three, 8, 1, 1024, **full),
+        shape(three, 32, 1, 128),
     ]
 
 

@@ -137,7 +137,7 @@ class PackRun:
         """Write down how long the first micro-step of a program took to dispatch: to compile it, or to find it kept."""
         if (program := (self.trainer.spec.slots, shape)) not in self.compiled:
             self.compiled.add(program)
-            what = {"micro_step": at, "slots": program[0], "length": shape.S, "compile_s": round(seconds, 3)}
+            what = {"micro_step": at, "slots": program[0], "length": shape.S, "compile_s": round(seconds, 6)}
             self.run_dir.event("compiled", pack=self.name, worker=self.worker.name, **what)
 
     def _due(self, j: int) -> bool:

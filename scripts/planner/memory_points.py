@@ -1,89 +1,147 @@
-"""Compile the packed step over a grid of models, packs and policies, and write what the compiler says of its memory.
+"""Compile the packed step for an H200 that is described, not there, and write what the compiler says of its memory.
 
-usage: python -m scripts.planner.memory_points OUT.json      (on the device type the planner is to know; nothing runs)
+usage: python -m scripts.planner.memory_points OUT.json [--fused]        (pip install 'plora-jax[cuda]'; no GPU needed)
+
+What backward recomputes nothing of has its layers written out, as on a GPU: without the fused kernel, or with it
+(--fused, a list of its own). Nothing is tuned, which changes no size: on a card the compiler counted the same.
 """
 
+import argparse
 import dataclasses
 import json
-import sys
+import os
 from pathlib import Path
 from typing import Any
 
-from plora_jax.bench.step import abstract_base, measure_step
-from plora_jax.models.find import load_config
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
+import jax
+import jax.numpy as jnp
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+from pallas_kernels import Device, choice
+from plora_jax.bench.step import abstract_base, random_batch
+from plora_jax.jobs import Job
+from plora_jax.models.decoder import Runtime
 from plora_jax.planning import model_shape
+from plora_jax.training.recompute import needed_bytes
+from plora_jax.training.step import empty_pack, make_train_step, pack_spec
 
-# (jobs, m, length, rank, recompute) by model; every third point is held out from the fit by its place in the list
-CASES = {
-    "Qwen/Qwen2.5-0.5B-Instruct": [
-        (1, 1, 1024, 8, "none"),
-        (8, 1, 1024, 32, "none"),
-        (32, 1, 128, 32, "none"),
-        (32, 1, 1024, 32, "layer"),
-        (16, 2, 256, 64, "dots"),
-        (4, 4, 512, 16, "layer"),
-    ],
-    "Qwen/Qwen2.5-1.5B-Instruct": [
-        (4, 1, 1024, 64, "dots"),
-        (8, 4, 256, 8, "none"),
-        (16, 1, 512, 128, "layer"),
-        (2, 1, 2048, 16, "none"),
-        (24, 1, 192, 32, "dots"),
-        (8, 2, 1024, 32, "layer"),
-    ],
-    "Qwen/Qwen2.5-3B-Instruct": [
-        (1, 1, 1024, 32, "none"),
-        (8, 1, 1024, 16, "dots"),
-        (32, 1, 256, 32, "layer"),
-        (12, 1, 512, 64, "none"),
-        (4, 8, 128, 128, "dots"),
-        (16, 1, 1024, 8, "layer"),
-    ],
-    "Qwen/Qwen2.5-7B-Instruct": [
-        (8, 1, 1024, 32, "none"),
-        (8, 1, 1024, 32, "dots"),
-        (8, 1, 1024, 32, "layer"),
-        (32, 1, 128, 32, "none"),
-        (32, 1, 256, 32, "layer"),
-        (4, 2, 512, 128, "dots"),
-    ],
-    "meta-llama/Llama-3.1-8B-Instruct": [
-        (4, 1, 1536, 16, "none"),
-        (8, 1, 512, 64, "dots"),
-        (16, 1, 256, 32, "none"),
-        (2, 4, 512, 8, "layer"),
-        (6, 1, 1024, 16, "dots"),
-        (12, 2, 128, 128, "layer"),
-    ],
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+  core_count: 132 fpus_per_core: 128 registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000 l2_cache_size: 62914560 clock_rate_ghz: 1.98 device_memory_size: 150000000000
+  cuda_compute_capability { major: 9 }
 }
+platform_name: "CUDA" runtime_version { major: 13 } dnn_version_info { major: 9 minor: 12 }
+device_description_str: "NVIDIA H200"
+"""
+MODELS = {size: f"Qwen/Qwen2.5-{size}-Instruct" for size in ("0.5B", "1.5B", "3B", "7B")}
+MODELS["8B"] = "meta-llama/Llama-3.1-8B-Instruct"
+# (model, jobs, m, length, rank, policy[, gradients summed]); every third is held out from the fit
+CASES: list[tuple[Any, ...]] = [
+    ("1.5B", 4, 1, 1024, 64, "dots"),
+    ("0.5B", 1, 1, 1024, 8, "none"),
+    ("3B", 8, 1, 1024, 16, "dots"),
+    ("0.5B", 8, 1, 1024, 32, "none"),
+    ("7B", 8, 1, 1024, 32, "dots"),
+    ("0.5B", 32, 1, 128, 32, "none"),
+    ("8B", 8, 1, 512, 64, "dots"),
+    ("0.5B", 32, 1, 1024, 32, "none"),
+    ("1.5B", 16, 1, 512, 128, "layer"),
+    ("0.5B", 24, 1, 192, 16, "none"),
+    ("3B", 32, 1, 256, 32, "layer"),
+    ("7B", 8, 1, 1024, 32, "none"),
+    ("7B", 8, 1, 1024, 32, "layer"),
+    ("1.5B", 8, 1, 1024, 32, "none"),
+    ("0.5B", 32, 1, 1024, 32, "layer"),
+    ("3B", 12, 1, 512, 64, "none"),
+    ("8B", 2, 4, 512, 8, "layer"),
+    ("0.5B", 16, 2, 256, 64, "dots"),
+    ("1.5B", 24, 1, 192, 32, "dots"),
+    ("3B", 4, 8, 128, 128, "dots"),
+    ("7B", 32, 1, 256, 32, "layer"),
+    ("8B", 6, 1, 1024, 16, "dots"),
+    ("0.5B", 4, 4, 512, 16, "layer"),
+    ("1.5B", 8, 2, 1024, 32, "layer"),
+    ("3B", 16, 1, 1024, 8, "layer"),
+    ("7B", 4, 2, 512, 128, "dots"),
+    ("8B", 12, 2, 128, 128, "layer"),
+    ("7B", 8, 1, 1024, 32, "dots", True),
+    ("1.5B", 16, 1, 512, 128, "layer", True),
+    ("3B", 32, 1, 1024, 32, "layer"),
+    ("0.5B", 32, 1, 1024, 32, "dots"),
+    ("7B", 32, 1, 128, 32, "dots"),
+]
+FUSED: list[tuple[Any, ...]] = [
+    ("3B", 1, 1, 1024, 32, "none"),
+    ("7B", 8, 1, 1024, 32, "none"),
+    ("8B", 4, 1, 1536, 16, "none"),
+    ("1.5B", 8, 4, 256, 8, "none"),
+    ("8B", 16, 1, 256, 32, "none"),
+    ("1.5B", 2, 1, 2048, 16, "none"),
+    ("3B", 12, 1, 512, 64, "none"),
+    ("7B", 32, 1, 128, 32, "none"),
+    ("1.5B", 8, 1, 1024, 32, "none"),
+    ("3B", 8, 1, 1024, 32, "none"),
+    ("7B", 16, 1, 256, 64, "none"),
+    ("1.5B", 16, 2, 256, 64, "none"),
+]
 
 
-def point(result: dict[str, Any]) -> dict[str, Any]:
-    """Turn a measurement of the step into a memory point as planner.fit reads it."""
-    shape = model_shape(load_config(result["model"]), result["model"])
-    names = {"J": "jobs", "m": "m", "S": "length", "rank_bucket": "rank_bucket", "policy": "recompute"}
+def point(
+    kernels: str, size: str, J: int, m: int, S: int, rank: int, policy: str, accumulate: bool = False
+) -> dict[str, Any]:
+    """Compile one step and return its memory point as planner.fit reads it."""
+    base = abstract_base(MODELS[size])
+    jobs = [Job(rank=rank, batch_size=m, max_steps=1, scheduler="constant")] * J
+    spec = dataclasses.replace(pack_spec(base.config, jobs, m=m), accumulate=accumulate)
+    runtime = Runtime("cudnn", policy, jnp.bfloat16, segments=False)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"xla_gpu_autotune_level": 0}
+    if policy == "none":
+        runtime = dataclasses.replace(runtime, unroll=base.config.n_layers, kernels=kernels)  # type: ignore[arg-type]
+        options["xla_gpu_enable_triton_gemm"] = False
+    topology = topologies.get_topology_desc("h200", "cuda", target_config=H200, topology="1x1x1")
+    there = SingleDeviceSharding(topology.devices[0])
+    state = jax.eval_shape(lambda: empty_pack(base.config, spec))
+    batch = jax.eval_shape(lambda: random_batch(base.config.vocab_size, J, m, S))
+    arguments = jax.tree.map(
+        lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=there), (state, base.params, batch)
+    )
+    lowered = make_train_step(base, spec, runtime).trace(*arguments).lower(lowering_platforms=("cuda",))  # type: ignore[attr-defined]
+    taken = needed_bytes(lowered.compile(compiler_options=options))
+    print(MODELS[size], J, m, S, rank, policy, f"{taken / 2**30:.2f} GiB", flush=True)
+    jax.clear_caches()
     return {
-        "model": dataclasses.asdict(shape),
-        "degree": 1,
-        "optimizer": "adamw",
-        "bytes": result["total_bytes"],
-        **{name: result[name] for name in ("precision", "attention", "accumulate")},
-        **{ours: result[theirs] for ours, theirs in names.items()},
-    }
+        "model": dataclasses.asdict(model_shape(base.config, MODELS[size])),
+        "degree": 1, "optimizer": "adamw", "bytes": taken, "precision": "bf16", "attention": "cudnn",
+        "accumulate": accumulate, "J": J, "m": m, "S": S, "rank_bucket": spec.rank, "policy": policy,
+    }  # fmt: skip
 
 
-def main(path: str) -> None:
-    """Measure every case and write the points as one JSON list."""
+def main() -> None:
+    """Compile every case and write the points as one JSON list, after each anew."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--fused", action="store_true", help="the steps with the fused kernel")
+    args = parser.parse_args()
+    # asked of the device that is there otherwise
+    cudnn.check_cudnn_version = lambda: 91200
+    cudnn.check_compute_capability = lambda capability: True
+    choice.default_device = lambda: Device("NVIDIA H200", "9.0", 132)
     points = []
-    for model, (jobs, m, length, rank, recompute) in [
-        (n, cases[i]) for i in range(6) for n, cases in CASES.items()
-    ]:
-        base = abstract_base(model)
-        case = measure_step(base, jobs=jobs, m=m, length=length, rank=rank, recompute=recompute, repeats=0)
-        points.append(point(case))
-        print(model, jobs, m, length, rank, recompute, f"{case['total_bytes'] / 2**30:.2f} GiB", flush=True)
-        Path(path).write_text(json.dumps(points, indent=1) + "\n", encoding="utf-8")
+    for case in FUSED if args.fused else CASES:
+        points.append(point("auto" if args.fused else "xla", *case))
+        args.out.write_text(json.dumps(points, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()
