@@ -4,11 +4,12 @@
     python -m benchmarks.step --plan 2 --out step-2.jsonl      the 7B and 8B shapes, with PEFT
     python -m benchmarks.step --plan 3 --out step-3.jsonl      the 3B and 0.5B shapes, with PEFT
     python -m benchmarks.step --plan 4 --out step-4.jsonl      steps for the planner's model of time
+    python -m benchmarks.step --plan 5 --out step-5.jsonl      7B on an fp8 base, beside bf16
 
 The most important case comes first, a line is written as each ends, and a case that fails or hangs ends its worker
 process alone. `--seconds` bounds a call: what does not fit any more is left out and named. `--cases FILE` takes other
 cases: a JSON list of objects with the arguments of `plora_jax.bench.step.measure_step`, and `label`, `model`,
-`kernels`, `head_chunk`, or `peft`: [[m, length], …].
+`precision`, `kernels`, `head_chunk`, or `peft`: [[m, length], …].
 """
 
 import argparse
@@ -98,6 +99,24 @@ def table_small() -> list[dict[str, Any]]:
     ]
 
 
+def fp8_base() -> list[dict[str, Any]]:
+    """Measure 7B at 8 × 1 × 1024 on an fp8 base, written out and scanned, both formats of output gradients."""
+
+    def case(label: str, precision: str = "fp8", backward: str = "e4m3", **more: Any) -> dict[str, Any]:
+        runtime = {"fp8_backward": backward}
+        return shape(QWEN["7B"], 8, 1, 1024, precision=precision, runtime=runtime, **more) | {"label": label}
+
+    return [
+        case("fp8, e4m3", parts=True, ceiling=True),
+        case("fp8, e5m2", backward="e5m2"),
+        case("fp8, scanned, e4m3", recompute="dots", parts=True),
+        case("fp8, scanned, e5m2", recompute="dots", backward="e5m2"),
+        case("fp8, scanned, layers recomputed", recompute="layer"),
+        case("bf16", precision="bf16", parts=True),
+        case("bf16, scanned", precision="bf16", recompute="dots"),
+    ]
+
+
 def planner_points() -> list[dict[str, Any]]:
     """Twenty distinct steps of one model: jobs, lengths and ranks that tell the terms of the time model apart."""
     sizes = [
@@ -108,7 +127,7 @@ def planner_points() -> list[dict[str, Any]]:
     return [shape(QWEN["7B"], J, 1, S, rank=r, recompute="dots", repeats=6) for J, S, r in sizes]
 
 
-PLANS = {1: switches, 2: table_large, 3: table_small, 4: planner_points}
+PLANS = {1: switches, 2: table_large, 3: table_small, 4: planner_points, 5: fp8_base}
 
 
 # --- the worker: one process, one device, cases as JSON lines --------------------------------------------------
@@ -138,14 +157,16 @@ def measure(case: dict[str, Any], held: dict[str, Any]) -> dict[str, Any]:
     if case.pop("crash", False):  # to see that the next case still runs
         os._exit(9)
     model, kernels = case.pop("model"), case.pop("kernels", None)
+    precision = case.pop("precision", "auto")
     case.pop("label", None)
     if chunk := case.pop("head_chunk", None):
         step._train_step.cache_clear()
         before, step.HEAD_CHUNK = step.HEAD_CHUNK, chunk
     try:
-        if held.get("name") != model:
+        if held.get("name") != (model, precision):
             held.clear()  # the old weights first
-            held.update(base=load_base(model, random_weights=True), name=model)
+            base = load_base(model, random_weights=True, precision=precision)
+            held.update(base=base, name=(model, precision))
         with using(kernels) if kernels else contextlib.nullcontext():
             return measure_step(held["base"], **case)
     finally:

@@ -10,3 +10,5 @@ from .choice import by_default as by_default
 from .choice import choose as choose
 from .choice import default_device as default_device
 from .choice import using as using
+from .fp8 import Fp8Weight as Fp8Weight
+from .fp8 import quantise as quantise

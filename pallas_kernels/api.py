@@ -29,7 +29,8 @@ def lora_dense(x, w, a, b, scale, *, bias=None, mask=None):
     is the packed computation of all jobs; W must not be batched there (it still works, by one product a job).
 
     Args:
-      x: [..., D] in the compute dtype. w: [D, F]. a: [R, D] and b: [F, R], float32 masters as PEFT stores them.
+      x: [..., D] in the compute dtype. w: [D, F], or an `Fp8Weight` of that shape. a: [R, D] and b: [F, R], float32
+        masters as PEFT stores them.
       scale: float32 scalar, alpha/r (rsLoRA: alpha/√r). bias: [F] or None. mask: dropout mask [..., D] with values
         0 or 1/(1-p), or None.
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from . import hopper, reference
+from .fp8 import Fp8Weight
 from .hopper_gemm import TILE_M, GemmConfig
 from .reference import Site, adapted
 
@@ -98,13 +99,14 @@ def asked() -> str:
 
 
 def choose(
-    dtype, jobs, tokens, d_in, d_outs, ranks, *, shared=False, frozen=True, device=None, mode=None
+    dtype, jobs, tokens, d_in, d_outs, ranks, *, shared=False, frozen=True, fp8=False, device=None, mode=None
 ) -> Choice:
     """Say which implementation serves sites that share an input, and why.
 
     Args:
       dtype: of x. jobs, tokens: J adapters with T tokens each. d_in: D. d_outs: F per site. ranks: the R of the
         adapted sites. shared: whether all jobs read the same tokens. frozen: whether every site has its W.
+      fp8: whether a W is an `Fp8Weight`.
       device: a `Device`; the default one if None. mode: the implementation asked for; the one in force here if None.
 
     Raises:
@@ -122,6 +124,8 @@ def choose(
         return Choice("xla", "XLA partitions this program over a mesh, which it cannot do to a kernel")
     if jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
         return Choice("xla", f"the kernel multiplies 16-bit numbers, not {jnp.dtype(dtype).name}")
+    if fp8:
+        return Choice("xla", "the frozen weights are fp8: XLA multiplies them, and the adapters beside them")
     if not ranks:
         return Choice("xla", "no site has an adapter")
     if not frozen:
@@ -205,6 +209,7 @@ def implementation(x, sites: tuple[Site, ...], mode: str | None = None):
         [sites[i].a.shape[1] for i in some],
         shared=x.shape[0] != jobs,
         frozen=all(site.w is not None for site in sites),
+        fp8=any(isinstance(site.w, Fp8Weight) for site in sites),
         device=device,
         mode=mode,
     )

@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .fp8 import Fp8Weight
+
 
 class Site(NamedTuple):
     """One frozen Linear with the adapters of J jobs; `w` None leaves only the adapters, `a` None only the Linear."""
 
-    w: Any  # [D, F] or None
+    w: Any  # [D, F], an Fp8Weight of that shape, or None
     bias: Any  # [F] or None
     a: Any  # [J, R, D] or None
     b: Any  # [J, F, R] or None
@@ -80,6 +82,16 @@ def job_product(x, y, dims: str, out_dtype):
     return jnp.einsum(f"j{left},{right}->j{out}", x, y[0], preferred_element_type=out_dtype)
 
 
+def _frozen(x, w):
+    return w.product(x) if isinstance(w, Fp8Weight) else x @ w.astype(x.dtype)
+
+
+def _frozen_transposed(dy, w):
+    if isinstance(w, Fp8Weight):
+        return w.product_transposed(dy)
+    return jnp.einsum("tf,df->td", dy, w.astype(dy.dtype))
+
+
 def forward(x, mask, sites: tuple[Site, ...]):
     """Compute y = x·W + bias + scale·((x·mask)·Aᵀ)·Bᵀ for all sites that read x.
 
@@ -101,7 +113,7 @@ def forward(x, mask, sites: tuple[Site, ...]):
         terms = []
         if site.w is not None:
             # one product over the tokens of all jobs
-            base = x.reshape(-1, x.shape[-1]) @ site.w.astype(x.dtype)
+            base = _frozen(x.reshape(-1, x.shape[-1]), site.w)
             terms.append(base.reshape(*x.shape[:2], -1).astype(acc))
         if u is not None:
             terms.append(job_product(u, site.b.astype(x.dtype), "tk,nk", x.dtype).astype(acc))
@@ -125,7 +137,7 @@ def backward(x, mask, sites: tuple[Site, ...], us, dys):
     terms = []
     for site, dy in zip(sites, dys, strict=True):
         if site.w is not None:
-            base = jnp.einsum("tf,df->td", dy.reshape(-1, dy.shape[-1]), site.w.astype(dtype))
+            base = _frozen_transposed(dy.reshape(-1, dy.shape[-1]), site.w)
             terms.append(base.reshape(*dy.shape[:2], -1).astype(acc))
     das: tuple[jax.Array | None, ...] = (None,) * len(sites)
     dbs = list(das)

@@ -12,7 +12,7 @@ GiB = 2**30
 @dataclass(frozen=True)
 class DeviceSpec:
     """Describe one device type: memory in bytes, the share of it a step may use, devices a host, attention
-    kernel.
+    kernel, whether it multiplies fp8 numbers.
     """
 
     name: str
@@ -22,6 +22,7 @@ class DeviceSpec:
     attention: str = "cudnn"
     max_degree: int = 8
     cores: int = 0  # of a CPU
+    fp8: bool = True
 
     @property
     def limit_bytes(self) -> int:
@@ -51,12 +52,12 @@ class Devices:
 DEVICES = {
     spec.name: spec
     for spec in (
-        DeviceSpec("A100-40GB", 40_960 * 2**20),
-        DeviceSpec("A100-80GB", 81_920 * 2**20),
+        DeviceSpec("A100-40GB", 40_960 * 2**20, fp8=False),
+        DeviceSpec("A100-80GB", 81_920 * 2**20, fp8=False),
         DeviceSpec("H100", 81_559 * 2**20),
         DeviceSpec("H200", 143_771 * 2**20),
         DeviceSpec("B200", 183_359 * 2**20),
-        DeviceSpec("A10", 23_028 * 2**20),
+        DeviceSpec("A10", 23_028 * 2**20, fp8=False),
         DeviceSpec("L40S", 46_068 * 2**20),
         DeviceSpec("RTX4090", 24_564 * 2**20),
         DeviceSpec("RTX5090", 32_607 * 2**20),

@@ -112,7 +112,7 @@ class Instance:
             if d > count and self.least_memory(worst, d, self.precision) <= self.limit:
                 advice.append(f"{d} devices would hold it")
                 break
-        for precision in ("bf16", "int8", "nf4"):
+        for precision in ("bf16", *(["fp8"] if spec.fp8 else []), "int8", "nf4"):
             if PRECISION_BYTES[precision] < PRECISION_BYTES[self.precision] and (
                 self.least_memory(worst, top, precision) <= self.limit
             ):

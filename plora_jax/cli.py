@@ -309,6 +309,11 @@ def _parser() -> argparse.ArgumentParser:
         help="of the merged weights (default: the base's own; fp32 from .gguf)",
     )
 
+    base: dict[str, Any] = {
+        "choices": ["auto", "fp32", "bf16", "fp8"],
+        "default": "auto",
+        "help": "precision of the frozen weights (default: fp32 on a CPU, bf16 on a GPU)",
+    }
     sub = command("bench", _bench, "Time the packed step of a model with random weights on this machine.")
     sub.add_argument("what", choices=["step"], help="what to time")
     sub.add_argument(
@@ -327,9 +332,7 @@ def _parser() -> argparse.ArgumentParser:
         default="none",
         help="what backward recomputes; auto: the least that fits the device (default: none)",
     )
-    sub.add_argument(
-        "--precision", choices=["auto", "fp32", "bf16"], default="auto", help="of the frozen base"
-    )
+    sub.add_argument("--base", "--precision", **base)
     sub.add_argument(
         "--compare",
         choices=["peft"],
@@ -354,9 +357,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--recompute", choices=["none", "dots", "layer"], default="none", help="what backward recomputes"
     )
-    sub.add_argument(
-        "--precision", choices=["auto", "fp32", "bf16"], default="auto", help="of the frozen base"
-    )
+    sub.add_argument("--base", "--precision", **base)
     sub.add_argument("--json", type=_target, required=True, metavar="FILE", help="cost model to write")
 
     sub = command("doctor", _doctor, "Show what was found on this machine and what is missing.")
@@ -493,7 +494,7 @@ def _bench(args: argparse.Namespace) -> int:
     return bench_step_command(
         args.model,
         args.json,
-        args.precision,
+        args.base,
         jobs=args.jobs,
         m=args.batch,
         length=args.length,
@@ -507,7 +508,7 @@ def _bench(args: argparse.Namespace) -> int:
 def _profile(args: argparse.Namespace) -> int:
     from plora_jax.bench.profile import profile_command
 
-    return profile_command(args.model, args.length, args.recompute, args.precision, args.json)
+    return profile_command(args.model, args.length, args.recompute, args.base, args.json)
 
 
 def _doctor(args: argparse.Namespace) -> int:

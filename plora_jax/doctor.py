@@ -30,9 +30,11 @@ PACKAGES = (
 JAX_SECONDS = 120
 PROBE = """
 import json, jax, pallas_kernels
+from pallas_kernels.fp8 import why_not
 with pallas_kernels.using("auto"):
     kernel = pallas_kernels.choose("bfloat16", 8, 1024, 4096, (4096,), (32,))
-print(json.dumps([jax.default_backend(), [d.device_kind for d in jax.devices()], kernel]))
+fp8 = why_not(pallas_kernels.default_device().capability)
+print(json.dumps([jax.default_backend(), [d.device_kind for d in jax.devices()], kernel, fp8]))
 """
 
 
@@ -118,7 +120,7 @@ def accelerator() -> list[Finding]:
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         return [Finding("jax", "bad", f"does not start: {lines[-1] if lines else 'no message'}")]
-    backend, found, (kernel, reason) = json.loads(done.stdout.splitlines()[-1])
+    backend, found, (kernel, reason), fp8 = json.loads(done.stdout.splitlines()[-1])
     kinds = ", ".join(f"{found.count(kind)} × {kind}" for kind in dict.fromkeys(found))
     out = [Finding("jax", "ok", f"computes on {backend}: {kinds}")]
     if backend == "cpu" and gpus():
@@ -127,7 +129,15 @@ def accelerator() -> list[Finding]:
     return [
         *out,
         Finding("kernels", "ok", f"xla in scanned layers; where they are written out, {kernel}: {reason}"),
+        _fp8(backend, fp8),
     ]
+
+
+def _fp8(backend: str, reason: str | None) -> Finding:
+    if reason:
+        return Finding("fp8 base", "note", f"not here: {reason}")
+    slow = ", slowly: a CPU multiplies no fp8 numbers" if backend == "cpu" else ""
+    return Finding("fp8 base", "ok", f"precision: fp8 runs here{slow}")
 
 
 def hub() -> Finding:

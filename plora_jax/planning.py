@@ -183,6 +183,11 @@ def _problem(
 ) -> Problem:
     asked = sweep.precision.base
     precision = asked if asked != "auto" else "fp32" if devices.spec.name == "cpu" else "bf16"
+    if precision == "fp8" and not devices.spec.fp8:
+        raise UserError(
+            f"precision.base: fp8 cannot run on {devices.spec.name}: it has no fp8 products; use bf16, or L40S, "
+            "RTX4090, H100 or newer"
+        )
     stop = sweep.early_stop
     if stop.method != "none" and _stops(stop) is None:
         notes = (*notes, f"early_stop: {stop.method} is not simulated; the makespan is that without stops")
@@ -287,7 +292,7 @@ def gpu_spec(gpu: Gpu) -> planner.DeviceSpec:
     named = [s for s in DEVICES.values() if s.name.split("-")[0].upper() in name]
     smaller = [s for s in DEVICES.values() if s.memory_bytes <= memory] or list(DEVICES.values())
     spec = min(named or smaller, key=lambda s: abs(s.memory_bytes - memory))
-    return replace(spec, memory_bytes=memory)
+    return replace(spec, memory_bytes=memory, fp8=spec.fp8 or not named)
 
 
 def plan_command(sweep: Sweep, jobs: Sequence[Job], args: Namespace) -> int:

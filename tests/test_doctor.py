@@ -39,17 +39,22 @@ def test_this_machine_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_gpu_that_jax_does_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "gpus", lambda: [H100, H100])
     assert doctor.driver() == ("gpu driver", "ok", "2 × NVIDIA H100 80GB HBM3, 80 GiB; driver 580.10")
-    told = jax_says(monkeypatch, '["cpu", ["cpu"], ["xla", "no kernel for cpu"]]\n')
+    told = jax_says(monkeypatch, '["cpu", ["cpu"], ["xla", "no kernel for cpu"], null]\n')
     assert [(finding.name, finding.state) for finding in told] == [
         ("jax", "ok"),
         ("jax on gpu", "note"),
         ("kernels", "ok"),
+        ("fp8 base", "ok"),
     ]
+    assert "slowly" in told[3].text
     assert "plora-jax[cuda]" in told[1].text
-    told = jax_says(monkeypatch, '["gpu", ["NVIDIA H100", "NVIDIA H100"], ["hopper", "fused kernel"]]\n')
+    told = jax_says(
+        monkeypatch, '["gpu", ["NVIDIA H100", "NVIDIA H100"], ["hopper", "fused kernel"], "capability 8.0"]\n'
+    )
     assert told == [
         ("jax", "ok", "computes on gpu: 2 × NVIDIA H100"),
         ("kernels", "ok", "xla in scanned layers; where they are written out, hopper: fused kernel"),
+        ("fp8 base", "note", "not here: capability 8.0"),
     ]
 
 
@@ -82,7 +87,7 @@ def test_little_memory_and_missing_packages_are_noted(monkeypatch: pytest.Monkey
 def test_a_model_is_described(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    jax_says(monkeypatch, '["cpu", ["cpu"], ["xla", "no kernel for cpu"]]\n')
+    jax_says(monkeypatch, '["cpu", ["cpu"], ["xla", "no kernel for cpu"], null]\n')
     write_model(tmp_path / "model")
     assert cli.main(["doctor", "--model", str(tmp_path / "model")]) == 0
     assert "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj" in capsys.readouterr().out

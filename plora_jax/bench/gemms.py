@@ -27,11 +27,14 @@ def frozen_products(config: ModelConfig, tokens: int, trained: int) -> list[tupl
     return [*out, ("head", trained, config.d_model, config.vocab_size, 1)]
 
 
-def measure_ceiling(config: ModelConfig, tokens: int, trained: int, dtype: Any) -> dict[str, Any]:
+def measure_ceiling(
+    config: ModelConfig, tokens: int, trained: int, dtype: Any, fp8: bool = False
+) -> dict[str, Any]:
     """Time the frozen products of a step on random numbers, nothing between them.
 
     Args:
-      tokens, trained: positions that the layers and the head see in a step. dtype: of the products.
+      tokens, trained: positions that the layers and the head see in a step. dtype: of the products. fp8: the layers'
+        are of E4M3 numbers, each weight lying as its product reads it.
 
     Returns:
       {"seconds": of all, "flops": of all, "products": {name: [TFLOP/s forward, TFLOP/s backward]}}.
@@ -41,23 +44,27 @@ def measure_ceiling(config: ModelConfig, tokens: int, trained: int, dtype: Any) 
     for name, rows, d_in, d_out, count in frozen_products(config, tokens, trained):
         keys = jax.random.split(jax.random.key(0), 3)
         draw = partial(jax.random.normal, dtype=dtype)
+        kind = jnp.float8_e4m3fn if fp8 and name != "head" else dtype
         one = 2.0 * rows * d_in * d_out
         # several copies of a weight, so that none stays in the cache from one product to the next
         copies = 1 if name == "head" else min(64, max(4, math.ceil(WORK / one)))
-        w = draw(keys[0], (copies, d_in, d_out)) * 0.02
+        w = (draw(keys[0], (copies, d_in, d_out)) * 0.02).astype(kind)
+        pairs = (("td,df->tf", keys[1], d_in, w), ("tf,df->td", keys[2], d_out, w))
+        if kind != dtype:
+            pairs = (("td,fd->tf", keys[1], d_in, w.reshape(copies, d_out, d_in)), pairs[1])
         each = [
-            _seconds(partial(_products, spec), draw(key, (rows, size)), w) / copies
-            for spec, key, size in (("td,df->tf", keys[1], d_in), ("tf,df->td", keys[2], d_out))
+            _seconds(partial(_products, spec, dtype), draw(key, (rows, size)).astype(kind), weights) / copies
+            for spec, key, size, weights in pairs
         ]
         products[name] = [one / s / 1e12 for s in each]
         seconds, flops = seconds + count * sum(each), flops + count * 2 * one
     return {"seconds": seconds, "flops": flops, "products": products}
 
 
-def _products(spec: str, x: Array, w: Array) -> Array:
+def _products(spec: str, dtype: Any, x: Array, w: Array) -> Array:
     """Multiply x with each weight in turn, keeping the last result: what a scan over layers does."""
-    first = jnp.einsum(spec, x, w[0])
-    return jax.lax.scan(lambda _, one: (jnp.einsum(spec, x, one), None), first, w[1:])[0]
+    product = partial(jnp.einsum, spec, x, preferred_element_type=dtype)
+    return jax.lax.scan(lambda _, one: (product(one), None), product(w[0]), w[1:])[0]
 
 
 def _seconds(function: Callable[[Array, Array], Array], x: Array, w: Array, calls: int = 3) -> float:

@@ -44,10 +44,10 @@ def random_batch(vocab: int, J: int, m: int, S: int) -> Batch:
     return Batch(*map(jnp.asarray, (tokens, at, rows, at, targets, np.zeros(J, np.int32), yes, yes)))
 
 
-def abstract_base(model: str, dtype: Any = jnp.bfloat16) -> Base:
+def abstract_base(model: str, dtype: Any = jnp.bfloat16, fp8: bool = False) -> Base:
     """Return a base model whose parameters are shapes alone: enough to compile a step, in no memory."""
     config = load_config(model)
-    graphdef, params = nnx.split(nnx.eval_shape(lambda: Decoder(config, dtype)))
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: Decoder(config, dtype, fp8)))
     return Base(model, config, graphdef, params, None)
 
 
@@ -121,7 +121,7 @@ def measure_step(
         plain = with_policy(plain, recompute, config.n_layers)
     chosen = replace(plain, **(runtime or {}))
     batch = random_batch(config.vocab_size, jobs, m, length)
-    precision = "fp32" if chosen.dtype == jnp.float32 else "bf16"
+    precision = base.precision
 
     def predict(runtime: Runtime) -> float:
         shape = StepShape(1, jobs, m, length, spec.rank, runtime.recompute, accumulate=accumulate)
@@ -171,6 +171,7 @@ def measure_step(
         "accumulate": accumulate,
         "attention": used.attention,
         "precision": precision,
+        "fp8_backward": used.fp8_backward if precision == "fp8" else None,
         "compile_s": program.compile_s,
         "argument_bytes": memory.argument_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,
@@ -184,7 +185,7 @@ def measure_step(
         result["model_flops_s"] = step_flops(config, jobs * m, length, spec.rank) / (result["ms"][0] / 1e3)
     if repeats and ceiling:
         tokens = jobs * m * length
-        bound = measure_ceiling(config, tokens, tokens, used.dtype)
+        bound = measure_ceiling(config, tokens, tokens, used.dtype, precision == "fp8")
         result["ceiling"] = {
             "tokens_s": tokens / bound["seconds"],
             "flops_s": bound["flops"] / bound["seconds"],
@@ -292,7 +293,8 @@ def bench_step_command(
     if compare:  # before JAX takes the device's memory
         from plora_jax.bench.peft import run_peft
 
-        (peft,) = run_peft(model, [(case["m"], case["length"])], case["rank"], precision)
+        asked = "bf16" if precision == "fp8" else precision
+        (peft,) = run_peft(model, [(case["m"], case["length"])], case["rank"], asked)
     base = load_base(model, random_weights=True, precision=precision)  # type: ignore[arg-type]
     with using(kernels) if kernels else contextlib.nullcontext():
         result = measure_step(base, cached=True, parts=True, ceiling=True, **case)

@@ -40,7 +40,7 @@ from plora_jax.models.decoder import LoRA, Runtime
 from plora_jax.models.find import load_config, load_tokenizer, stop_ids
 from plora_jax.models.load import Base, load_base
 from plora_jax.peft import import_adapter
-from plora_jax.training.compiled import keep_programs
+from plora_jax.training.compiled import Options, compiler_options, keep_programs
 from plora_jax.training.losses import token_losses
 
 CACHE_SHARE = 1 / 8  # of the device's memory, that keys and values may take while answers are generated
@@ -73,11 +73,11 @@ def runtime_for(base: Base) -> Runtime:
 
 def make_eval_step(base: Base, runtime: Runtime | None = None) -> EvalStep:
     """Return the jitted step that gives -log p of every target [J, B, P], all J adapters on the same tokens."""
-    return _eval_step(base.graphdef, runtime or Runtime())
+    return _eval_step(base.graphdef, runtime or Runtime(), compiler_options(base.precision == "fp8"))
 
 
 @lru_cache(maxsize=32)
-def _eval_step(graphdef: nnx.GraphDef, runtime: Runtime) -> EvalStep:
+def _eval_step(graphdef: nnx.GraphDef, runtime: Runtime, options: Options) -> EvalStep:
     def one(jobs: int, weights: Stack, scales: Scales, params: nnx.State, *batch: Array) -> Array:
         tokens, positions, rows, trained, targets = batch
         model = nnx.merge(graphdef, params)
@@ -85,7 +85,7 @@ def _eval_step(graphdef: nnx.GraphDef, runtime: Runtime) -> EvalStep:
         hidden = model.hidden(tokens, positions, rows, sites, None, runtime=runtime)
         return token_losses(model, hidden, trained, targets, max(1, HEAD_CHUNK // jobs), runtime)
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=dict(options))
     def step(weights: Stack, *rest: Any) -> Array:
         jobs = jax.tree.leaves(weights)[0].shape[1]
         return jax.vmap(partial(one, jobs), in_axes=(1, 1, None, None, None, None, None, None))(

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from pallas_kernels import SHRUNK, by_default, lora_dense_group
+from pallas_kernels import SHRUNK, Fp8Weight, by_default, lora_dense_group
 from plora_jax.models.attention import FULL, attend, attend_past, check_attention, heads_first, visible
 from plora_jax.models.config import SOURCES, ModelConfig
 from plora_jax.models.rope import Rope, frequencies
@@ -55,6 +55,7 @@ class Runtime:
     segments: False promises one example per sequence, its padding at the end, and spares the mask.
     unroll: layers written out in each turn of the scan: n_layers leaves no loop, which spares copies of what backward
     reads and costs compile time.
+    fp8_backward: the format that output gradients are rounded to for products with an fp8 base.
     """
 
     attention: Literal["xla", "cudnn"] = "xla"
@@ -65,6 +66,7 @@ class Runtime:
     segments: bool = True
     unroll: int = 1
     recomputed: int = 0
+    fp8_backward: Literal["e4m3", "e5m2"] = "e4m3"
 
 
 class Cache(NamedTuple):
@@ -94,11 +96,19 @@ class Which(NamedTuple):
 
 
 class Linear(nnx.Module):
-    """Hold the frozen weights of one site."""
+    """Hold the frozen weights of one site: w [d_in, d_out], or in fp8 w [d_out, d_in] with a scale [d_out]."""
 
-    def __init__(self, stack: tuple[int, ...], d_in: int, d_out: int, bias: bool, dtype: Any):
-        self.w = nnx.Param(jnp.zeros((*stack, d_in, d_out), dtype))
+    def __init__(self, stack: tuple[int, ...], d_in: int, d_out: int, bias: bool, dtype: Any, fp8: bool):
+        shape, kind = ((d_out, d_in), jnp.float8_e4m3fn) if fp8 else ((d_in, d_out), dtype)
+        self.w = nnx.Param(jnp.zeros((*stack, *shape), kind))
+        self.scale = nnx.Param(jnp.zeros((*stack, d_out), jnp.float32)) if fp8 else None
         self.bias = nnx.Param(jnp.zeros((*stack, d_out), dtype)) if bias else None
+
+    def weight(self, dtype: Any, runtime: Runtime) -> Float[Array, "d_in d_out"] | Fp8Weight:
+        """Return one layer's weight as `lora_dense_group` takes it beside an input of `dtype`."""
+        if self.scale is None:
+            return self.w[...].astype(dtype)
+        return Fp8Weight(self.w[...], self.scale[...], runtime.fp8_backward)
 
 
 class Norm(nnx.Module):
@@ -125,10 +135,11 @@ class Layer(nnx.Module):
     q_norm: Norm
     k_norm: Norm
 
-    def __init__(self, config: ModelConfig, stack: tuple[int, ...], dtype: Any):
+    def __init__(self, config: ModelConfig, stack: tuple[int, ...], dtype: Any, fp8: bool):
         self.config = config
         for site in config.sites:
-            setattr(self, site.name, Linear(stack, site.d_in, site.d_out, config.has_bias(site), dtype))
+            linear = Linear(stack, site.d_in, site.d_out, config.has_bias(site), dtype, fp8)
+            setattr(self, site.name, linear)
         for name, size in norm_keys(config).values():
             setattr(self, name, Norm(stack, size, config.norm_eps, config.norm_offset, dtype))
 
@@ -143,7 +154,7 @@ class Layer(nnx.Module):
     ) -> tuple[Float[Array, "B S D"], tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]]]:
         """Return the layer's output, and the keys and values that a cache would hold."""
         c = self.config
-        project = partial(self.project, adapters=adapters, flow=flow, which=which)
+        project = partial(self.project, adapters=adapters, flow=flow, which=which, runtime=runtime)
 
         h = self.attn_pre(x) if c.pre_norm else x
         q, k, v = _parts(project("attn_in", h), (c.n_heads, c.n_kv_heads, c.n_kv_heads), c.head_dim)
@@ -164,7 +175,14 @@ class Layer(nnx.Module):
         return x + (self.mlp_post(h) if c.post_norm else h), (heads_first(k), heads_first(v))
 
     def project(
-        self, source: str, x: Float[Array, "B S d_in"], *, adapters: Adapters, flow: Flow, which: Which
+        self,
+        source: str,
+        x: Float[Array, "B S d_in"],
+        *,
+        adapters: Adapters,
+        flow: Flow,
+        which: Which,
+        runtime: Runtime,
     ) -> tuple[Float[Array, "B S d_out"], ...]:
         """Apply the sites that read one source, each with its adapter if it has one."""
         sites = self.config.sites_of(source)
@@ -173,7 +191,7 @@ class Layer(nnx.Module):
         mask = flow.mask(which.layer, source) if flow.mask and any(a is not None for a in lora) else None
         ys = lora_dense_group(
             x,
-            tuple(linear.w[...].astype(x.dtype) for linear in linears),
+            tuple(linear.weight(x.dtype, runtime) for linear in linears),
             lora,
             biases=tuple(None if l.bias is None else l.bias[...].astype(x.dtype) for l in linears),
             mask=mask,
@@ -194,13 +212,14 @@ class Decoder(nnx.Module):
     """Run a frozen base model with one job's adapters.
 
     `hidden` gives the states after the final norm and `logits` applies the head, so that a caller may compute
-    logits at trained positions alone. `extend` is `hidden` for generation, token by token.
+    logits at trained positions alone. `extend` is `hidden` for generation, token by token. With `fp8` the sites'
+    weights are fp8 and everything else has `dtype`.
     """
 
-    def __init__(self, config: ModelConfig, dtype: Any = jnp.float32):
+    def __init__(self, config: ModelConfig, dtype: Any = jnp.float32, fp8: bool = False):
         self.config = config
         self.embed = nnx.Param(jnp.zeros((config.vocab_size, config.d_model), dtype))
-        self.layers = Layer(config, (config.n_layers,), dtype)
+        self.layers = Layer(config, (config.n_layers,), dtype, fp8)
         self.norm = Norm((), config.d_model, config.norm_eps, config.norm_offset, dtype)
         self.head = None if config.tied else nnx.Param(jnp.zeros((config.vocab_size, config.d_model), dtype))
 

@@ -15,6 +15,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Sharding
 
+from pallas_kernels import default_device, quantise
+from pallas_kernels.fp8 import why_not
 from plora_jax.errors import UserError
 from plora_jax.models import gguf
 from plora_jax.models.checkpoint import Stored, check_tensors, open_directory, read_json
@@ -25,7 +27,7 @@ from plora_jax.models.gguf_tokenizer import tokenizer_from_gguf
 from plora_jax.models.table import Tensor, checkpoint_table
 
 READERS = 4  # tensors that are read at a time, while the device takes the one before them
-PRECISIONS = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
+PRECISIONS = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp8": jnp.bfloat16}
 Placement = Callable[[str, tuple[int, ...]], Sharding]
 
 
@@ -43,6 +45,12 @@ class Base:
         """Merge the parameters (these, or `params` as traced by a transformation) into a Decoder."""
         return nnx.merge(self.graphdef, self.params if params is None else params)
 
+    @property
+    def precision(self) -> str:
+        """Name what the weights of the layers are held in, as `load_base` is told: fp8, or by their dtype."""
+        name = str(self.params["layers"][self.config.sites[0].name]["w"].dtype)  # type: ignore[index]
+        return {"float8_e4m3fn": "fp8", "bfloat16": "bf16", "float32": "fp32"}.get(name, name)
+
 
 def check_weights(name: str) -> None:
     """Check that a model's weights are there and fit, from the files' headers alone.
@@ -59,7 +67,7 @@ def load_base(
     *,
     dtype: Any = None,
     random_weights: bool = False,
-    precision: Literal["auto", "fp32", "bf16"] = "auto",
+    precision: Literal["auto", "fp32", "bf16", "fp8"] = "auto",
     seed: int = 0,
     placement: Placement | None = None,
 ) -> Base:
@@ -70,21 +78,27 @@ def load_base(
 
     Args:
         name: hub id, directory with config.json and safetensors, or .gguf file.
-        dtype: of the stored parameters; overrides `precision`.
+        dtype: of the stored parameters; overrides `precision`, but for the weights that fp8 rounds.
         random_weights: draw normal(0, 0.02) weights from `seed`; a known hub id then needs no files.
-        precision: auto is fp32 on CPU and bf16 elsewhere.
+        precision: auto is fp32 on CPU and bf16 elsewhere. fp8 rounds the weights of the sites that take adapters, one
+            scale an output feature, and leaves embeddings, norms, biases and the head in bf16.
         placement: the sharding of a parameter from its path ("layers.q_proj.w") and shape; None: the default.
 
     Raises:
-        UserError: the model is not supported, not found or unreachable, or its tensors do not fit.
+        UserError: the model is not supported, not found or unreachable, or its tensors do not fit; fp8 on a GPU
+            without it.
     """
-    dtype = jnp.dtype(dtype or _dtype(precision))
+    dtype, fp8 = jnp.dtype(dtype or _dtype(precision)), precision == "fp8"
+    if fp8 and (reason := why_not(default_device().capability)):
+        raise UserError(f"precision: fp8 cannot run on {default_device().kind}: {reason}; use bf16")
     config, stored, make_tokenizer = _sources(name, random_weights)
     with ThreadPoolExecutor(
         1
     ) as beside:  # importing transformers takes as long as the weights of a small model
         tokenizer = beside.submit(make_tokenizer)
-        graphdef, params = _load(name, config, stored, dtype, seed if random_weights else None, placement)
+        graphdef, params = _load(
+            name, config, stored, dtype, fp8, seed if random_weights else None, placement
+        )
     return Base(name, config, graphdef, params, tokenizer.result())
 
 
@@ -93,18 +107,22 @@ def _load(
     config: ModelConfig,
     stored: dict[str, Stored],
     dtype: Any,
+    fp8: bool,
     seed: int | None,
     placement: Placement | None,
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """Read the weights, or draw them from `seed` where there is one."""
-    abstract = nnx.eval_shape(lambda: Decoder(config, dtype))
+    abstract = nnx.eval_shape(lambda: Decoder(config, dtype, fp8))
     graphdef, state = nnx.split(abstract)
     flat = nnx.to_flat_state(state)
     where = {
         path: placement(".".join(map(str, path)), leaf.shape) if placement else None for path, leaf in flat
     }
     if seed is not None:
-        arrays = {path: _random(leaf, path, config, seed, where[path]) for path, leaf in flat}
+        arrays: dict[tuple[Any, ...], jax.Array] = {}
+        for path, leaf in flat:
+            if path[-1] != "scale":  # it comes with its weight
+                arrays |= _random(leaf, path, config, seed, dtype, where)
     else:
         check_tensors(stored, config, name)
         zeros = {path: partial(jnp.zeros, leaf.shape, leaf.dtype) for path, leaf in flat}
@@ -112,8 +130,9 @@ def _load(
         table = checkpoint_table(config)
         wanted = [(table[key], found) for key, found in stored.items() if key in table]
         for (tensor, _), values in zip(wanted, _read_ahead(found for _, found in wanted), strict=True):
-            # waited for, so that host memory is free again
-            arrays[tensor.path] = jax.block_until_ready(_put(arrays[tensor.path], values, tensor))
+            for path, part in _stored_as(tensor, values, arrays[tensor.path].dtype).items():
+                # waited for, so that host memory is free again
+                arrays[path] = jax.block_until_ready(_put(arrays[path], part, tensor.layer))
     return graphdef, nnx.from_flat_state([(path, leaf.replace(arrays[path])) for path, leaf in flat])
 
 
@@ -144,9 +163,8 @@ def _dtype(precision: str) -> Any:
     if precision == "auto":
         return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     if precision not in PRECISIONS:
-        raise UserError(
-            f"precision: {precision!r} is not supported by the loader; allowed are auto, fp32, bf16"
-        )
+        allowed = ", ".join(["auto", *PRECISIONS])
+        raise UserError(f"precision: {precision!r} is not supported by the loader; allowed are {allowed}")
     return PRECISIONS[precision]
 
 
@@ -162,20 +180,32 @@ def _read_ahead(stored: Iterable[Stored]) -> Iterator[np.ndarray]:
             yield waiting.popleft().result()
 
 
-def _put(stack: jax.Array, values: np.ndarray, tensor: Tensor) -> jax.Array:
-    """Write one checkpoint tensor into its place; the stack is donated, so it is updated where it lies."""
-    layer = 0 if tensor.layer is None else tensor.layer
-    # an array without a placement stays uncommitted: committed weights would commit the first training step's
-    # result, and the second step would compile again
-    sharding = stack.sharding if stack.committed else None
-    turned = _turn(values, stack.dtype) if tensor.transpose else values
-    return _writer(tensor.layer is not None, sharding)(stack, turned, layer)
+def _stored_as(tensor: Tensor, values: np.ndarray, dtype: Any) -> dict[tuple[str, ...], Any]:
+    """Return by path what the decoder holds of a checkpoint tensor: turned to [in, out], or as it lies in fp8."""
+    if dtype == jnp.float8_e4m3fn:
+        return dict(zip((tensor.path, _scale(tensor.path)), _quantise(values), strict=True))
+    return {tensor.path: _turn(values, dtype) if tensor.transpose else values}
+
+
+def _scale(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (*path[:-1], "scale")
+
+
+_quantise = jax.jit(quantise)
 
 
 @partial(jax.jit, static_argnums=1)
 def _turn(values: jax.Array, dtype: Any) -> jax.Array:
     # a program of its own: inside the write, XLA on CPU takes four times as long
     return values.T.astype(dtype)
+
+
+def _put(stack: jax.Array, values: jax.Array, layer: int | None) -> jax.Array:
+    """Write a tensor into its place; the stack is donated, so it is updated where it lies."""
+    # an array without a placement stays uncommitted: committed weights would commit the first training step's
+    # result, and the second step would compile again
+    sharding = stack.sharding if stack.committed else None
+    return _writer(layer is not None, sharding)(stack, values, layer or 0)
 
 
 @cache
@@ -188,12 +218,25 @@ def _writer(stacked: bool, sharding: Sharding | None) -> Callable[..., jax.Array
 
 
 def _random(
-    leaf: Any, path: tuple[Any, ...], config: ModelConfig, seed: int, sharding: Sharding | None
-) -> jax.Array:
-    """Draw one parameter on the device; a norm near what leaves its input as it is, as trained ones are."""
+    leaf: Any,
+    path: tuple[Any, ...],
+    config: ModelConfig,
+    seed: int,
+    dtype: Any,
+    where: dict[tuple[Any, ...], Sharding | None],
+) -> dict[tuple[Any, ...], jax.Array]:
+    """Draw one parameter on the device; a norm near what leaves its input as it is, as trained ones are.
+
+    An fp8 weight is the one of `dtype`, rounded.
+    """
     key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), zlib.crc32(".".join(map(str, path)).encode()))
     mean = 1.0 - config.norm_offset if path[-1] == "weight" else 0.0
-    return _normal(sharding)(key, leaf.shape, leaf.dtype, mean)
+    if leaf.dtype != jnp.float8_e4m3fn:
+        return {path: _normal(where[path])(key, leaf.shape, leaf.dtype, mean)}
+    *stack, d_out, d_in = leaf.shape
+    pair = path, _scale(path)
+    draw = _normal_fp8(*(where[name] for name in pair))
+    return dict(zip(pair, draw(key, (*stack, d_in, d_out), dtype), strict=True))
 
 
 @cache
@@ -202,3 +245,11 @@ def _normal(sharding: Sharding | None) -> Callable[..., jax.Array]:
         return (mean + 0.02 * jax.random.normal(key, shape, dtype)).astype(dtype)
 
     return jax.jit(draw, static_argnums=(1, 2), out_shardings=sharding)
+
+
+@cache
+def _normal_fp8(*shardings: Sharding | None) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    def draw(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> tuple[jax.Array, jax.Array]:
+        return quantise(_normal(None)(key, shape, dtype, 0.0).swapaxes(-1, -2))
+
+    return jax.jit(draw, static_argnums=(1, 2), out_shardings=shardings)

@@ -6,6 +6,8 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+Options = tuple[tuple[str, bool], ...]  # of the compiler
+
 WORTH_S = 0.01  # a program that compiled faster is not kept
 
 
@@ -26,6 +28,16 @@ def programs_dir() -> Path:
         except PackageNotFoundError:
             names.append(package)
     return cache_dir() / "programs" / "_".join([*names, _processor()])
+
+
+def compiler_options(many: bool) -> Options:
+    """Return XLA's options for a program whose products are `many`, or of fp8 numbers.
+
+    To try Triton's for each of them takes a minute (whole minutes in fp8), and they are no faster (docs/benchmarks.md).
+    """
+    import jax
+
+    return (("xla_gpu_enable_triton_gemm", False),) if many and jax.default_backend() == "gpu" else ()
 
 
 def _processor() -> str:

@@ -21,6 +21,7 @@ from plora_jax.models.config import ModelConfig
 from plora_jax.models.decoder import LoRA, Runtime, matmul_precision
 from plora_jax.models.load import Base
 from plora_jax.training.batch import Batch
+from plora_jax.training.compiled import Options, compiler_options
 from plora_jax.training.dropout import Dropout
 from plora_jax.training.losses import token_losses
 from plora_jax.training.optim import Hyper, apply_update, hyper, init_optimizer, learning_rate
@@ -209,12 +210,14 @@ def make_train_step(
     With `micro_steps` K above 1 batch and metrics have a leading axis K, and one call does what K calls do: for small
     models, whose steps take less time than their launch.
     """
-    return _train_step(base.graphdef, spec, runtime or Runtime(), micro_steps)
+    runtime = runtime or Runtime()
+    options = compiler_options(runtime.unroll > 1 or base.precision == "fp8")
+    return _train_step(base.graphdef, spec, runtime, micro_steps, options)
 
 
 @lru_cache(maxsize=32)
 def _train_step(
-    graphdef: nnx.GraphDef, spec: PackSpec, runtime: Runtime, micro_steps: int
+    graphdef: nnx.GraphDef, spec: PackSpec, runtime: Runtime, micro_steps: int, options: Options
 ) -> Callable[..., Any]:
     axes = job_axes(spec)
     chunk = max(1, HEAD_CHUNK // spec.slots)  # logits of HEAD_CHUNK positions exist at once, over all slots
@@ -297,12 +300,7 @@ def _train_step(
             skipped=state.skipped,
         )
 
-    options = None
-    if runtime.unroll > 1 and jax.default_backend() == "gpu":
-        # to try Triton's products for every layer takes a minute, and they are no faster (docs/benchmarks.md)
-        options = {"xla_gpu_enable_triton_gemm": False}
-
-    @partial(jax.jit, donate_argnums=0, compiler_options=options)
+    @partial(jax.jit, donate_argnums=0, compiler_options=dict(options))
     def step(state: PackState, params: nnx.State, batch: Batch) -> tuple[PackState, Metrics]:
         if micro_steps == 1:
             return micro_step(state, params, batch)

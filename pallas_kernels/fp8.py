@@ -1,0 +1,86 @@
+"""Frozen weights in 8-bit floating point (OCP E4M3): half of bf16's bytes, products at twice its rate.
+
+A weight is rounded once, with a scale for each output feature; what it is multiplied with is rounded on the fly, with a
+scale for each token. Scales are powers of two, so that multiplying by them is exact: a stored weight is a bf16 number,
+and nothing is rounded but the 8-bit values themselves and the sum.
+
+XLA makes one cuBLASLt launch of each product, which wants the summed axis last in both operands. Weights are stored
+[out, in], as checkpoints have them: forward reads them as they lie, and only dx has them transposed.
+
+References:
+  OCP 8-bit floating point: https://www.opencompute.org/documents/ocp-8-bit-floating-point-specification-ofp8-revision-1-0-2023-12-01-pdf-1
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+CAPABILITY = (8, 9)  # the first that multiplies 8-bit floats (Ada; then Hopper, Blackwell)
+SMALLEST = 2.0**-100  # scale: what is smaller still becomes zero
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Fp8Weight:
+    """Hold one frozen weight W [D, F] as values [F, D] in E4M3 times a scale [F].
+
+    `backward` is the format that output gradients are rounded to: e4m3 has the precision, e5m2 the range.
+    """
+
+    values: Any
+    scale: Any
+    backward: Literal["e4m3", "e5m2"] = dataclasses.field(default="e4m3", metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of W, (D, F)."""
+        return self.values.shape[::-1]
+
+    def product(self, x):
+        """Compute x·W for x [T, D]: [T, F] in float32 at least, summed to x's dtype."""
+        values, scale = quantise(x)
+        return _multiply(values, self.values, 1, x.dtype) * scale[:, None] * self.scale
+
+    def product_transposed(self, dy):
+        """Compute dy·Wᵀ for dy [T, F]: [T, D], as `product`.
+
+        The scales of W belong to the summed axis: they join dy before it is rounded.
+        """
+        wide = jnp.promote_types(dy.dtype, jnp.float32)
+        dtype = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}[self.backward]
+        values, scale = quantise(dy.astype(wide) * self.scale, dtype)
+        return _multiply(values, self.values, 0, dy.dtype) * scale[:, None]
+
+
+def quantise(x, dtype=jnp.float8_e4m3fn):
+    """Round to an 8-bit format with one scale, a power of two, over the last axis: x ≈ values · scale.
+
+    Args:
+      x: [..., D], finite; a row that is not gives a row of products that are not.
+
+    Returns:
+      (values [..., D] in `dtype`, scale [...] in float32).
+    """
+    x = x.astype(jnp.float32)
+    top = float(jnp.finfo(dtype).max)
+    least = jnp.maximum(jnp.max(jnp.abs(x), axis=-1) / top, SMALLEST)
+    # a float32's exponent alone, after adding all but one of the next power of two
+    bits = (jax.lax.bitcast_convert_type(least, jnp.uint32) + 0x7FFFFF) & 0x7F800000
+    scale, inverse = (jax.lax.bitcast_convert_type(b, jnp.float32) for b in (bits, 0x7F000000 - bits))
+    return (x * inverse[..., None]).astype(dtype), scale
+
+
+def _multiply(x, w, axis, dtype):
+    """Sum x's last axis with one of w's, rounded to `dtype`, and return float32 at least."""
+    y = jax.lax.dot_general(x, w, (((1,), (axis,)), ((), ())), preferred_element_type=dtype)
+    return y.astype(jnp.promote_types(dtype, jnp.float32))
+
+
+def why_not(capability: str) -> str | None:
+    """Say why a GPU of this compute capability ("9.0"; "" for what is none) cannot hold fp8 weights, None if it can."""
+    if not capability or tuple(int(part) for part in capability.split(".")) >= CAPABILITY:
+        return None
+    need = ".".join(map(str, CAPABILITY))
+    return f"compute capability {capability}, and fp8 products need {need} (L40S, RTX 4090, H100) or newer"

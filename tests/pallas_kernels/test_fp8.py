@@ -1,0 +1,158 @@
+"""Products with fp8 weights against float64: of the exact numbers that the 8-bit ones stand for."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels import Device, Fp8Weight, choose, lora_dense_group, quantise, using
+from pallas_kernels.fp8 import why_not
+from tests.pallas_kernels.problems import relative
+
+# bits of the fraction, exponent of the least normal number, largest number: OCP 8-bit floating point, table 1
+FORMATS = {"float8_e4m3fn": (3, -6, 448.0), "float8_e5m2": (2, -14, 57344.0)}
+
+
+def rounded(x, name="float8_e4m3fn"):
+    """Return the float64 numbers (values, scale) that `quantise` should hold, rounded by ml_dtypes."""
+    x = np.asarray(x, np.float64)
+    scale = 2.0 ** np.ceil(np.log2(np.abs(x).max(-1) / FORMATS[name][2]))
+    return (x / scale[..., None]).astype(getattr(ml_dtypes, name)).astype(np.float64), scale
+
+
+def dequantised(x, name="float8_e4m3fn"):
+    values, scale = rounded(x, name)
+    return values * scale[..., None]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rounding_is_within_the_formats_bound_and_to_the_nearest(name):
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal((64, 500)) * 2.0 ** rng.uniform(-18, 18, (64, 500))).astype(np.float32)
+    values, scale = quantise(x, jnp.dtype(name))
+    assert values.dtype == name and scale.dtype == jnp.float32
+    fraction, least, top = FORMATS[name]
+    scale = np.asarray(scale, np.float64)
+    # powers of two, and the least that keep the largest value in range
+    assert np.all(np.frexp(scale)[0] == 0.5)
+    assert np.all((np.abs(x).max(-1) / scale <= top) & (np.abs(x).max(-1) / scale > top / 2))
+    got = np.asarray(values, np.float64)
+    error = np.abs(got * scale[:, None] - x)
+    size = np.abs(x) / scale[:, None]
+    bound = np.where(size >= 2.0**least, size * 2.0 ** -(fraction + 1), 2.0 ** (least - fraction - 1))
+    assert np.all(error <= bound * scale[:, None]) and error.max() > 0.5 * (bound * scale[:, None]).max()
+    want, want_scale = rounded(x, name)
+    np.testing.assert_array_equal(scale, want_scale)
+    np.testing.assert_array_equal(got, want)
+
+
+def test_rows_of_zeros_of_tiny_numbers_and_of_none():
+    rows = np.zeros((5, 8), np.float32)
+    rows[1], rows[2, 3], rows[3, 3], rows[4, 0] = 1e-37, np.inf, np.nan, 448
+    values, scale = quantise(rows)
+    product = np.asarray(values, np.float32) @ np.ones((8, 2), np.float32) * np.asarray(scale)[:, None]
+    assert np.all(product[:2] == 0) and not np.isfinite(product[2:4]).any() and np.all(product[4] == 448)
+
+
+T, D, F, R, J = 6, 64, 48, 4, 3
+
+
+def weights(seed=0, backward="e4m3"):
+    w = np.random.default_rng(seed).standard_normal((F, D)) * np.logspace(-3, 0, F)[:, None] / D**0.5
+    return Fp8Weight(*quantise(jnp.asarray(w, jnp.float32)), backward), w
+
+
+@pytest.mark.parametrize("backward", ["e4m3", "e5m2"])
+def test_y_and_dx_are_those_of_the_rounded_operands(backward):
+    """Exact up to the float32 sums: W by its rows, x by tokens, dy by tokens with W's scales folded in."""
+    w8, w = weights(backward=backward)
+    stood_for = np.asarray(w8.values, np.float32) * np.asarray(w8.scale)[:, None]
+    assert w8.shape == (D, F) and np.all(stood_for == stood_for.astype(ml_dtypes.bfloat16))
+    rng = np.random.default_rng(1)
+    x, dy = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((T, D), (T, F)))
+    (y,), pull = jax.vjp(lambda x: lora_dense_group(x, (w8,), (None,)), x)
+    assert relative(y, dequantised(x) @ dequantised(w).T) < 1e-6
+    values, scale = rounded(w)
+    name = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}[backward]
+    folded = dequantised(np.asarray(dy, np.float64) * scale, name)
+    (dx,) = pull((dy,))
+    assert relative(dx, folded @ values) < 1e-6
+    exact = np.asarray(dy, np.float64) @ dequantised(w)
+    low, high = {"e4m3": (0.015, 0.035), "e5m2": (0.03, 0.07)}[backward]  # relative rounding of 3 or 2 bits
+    assert low < relative(dx, exact) < high
+
+
+def packed_loss(x, sites, ws, mask=None):
+    def one(x, adapters):
+        ys = lora_dense_group(x, ws, adapters, mask=mask)
+        return sum(jnp.sum(jnp.sin(y) * jnp.arange(1, 1 + y.shape[-1])) for y in ys)
+
+    return jnp.sum(jax.vmap(one)(x, sites))
+
+
+def draw(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def problem():
+    adapter = (draw(2, J, R, D), 0.1 * draw(3, J, F, R), jnp.asarray([0.5, 1.0, 2.0]))
+    return draw(4, J, T, D), (adapter, None), (weights(0)[0], weights(5)[0])
+
+
+def test_packed_adapters_beside_it_get_the_gradients_of_each_job_alone():
+    x, sites, ws = problem()
+    got = jax.jit(jax.grad(packed_loss, argnums=(0, 1)))(x, sites, ws)
+    for j in range(J):
+        own = jax.tree.map(lambda t, j=j: t[j : j + 1], (x, sites))
+        want = jax.grad(packed_loss, argnums=(0, 1))(*own, ws)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert relative(a[j], b[0]) < 1e-6 and (b.ndim == 1 or np.abs(b).max() > 1e-3)
+
+
+@pytest.mark.parametrize(("backward", "operand"), [("e4m3", "f8E4M3FN"), ("e5m2", "f8E5M2")])
+def test_one_product_of_fp8_numbers_over_all_jobs_each_way_and_no_gradient_of_w(backward, operand):
+    x, sites, ws = problem()
+    ws = tuple(Fp8Weight(w.values, w.scale, backward) for w in ws)
+    text = jax.jit(jax.grad(packed_loss, argnums=(0, 1, 2), allow_int=True)).lower(x, sites, ws).as_text()
+    found = re.findall(r"dot_general.*: \(tensor<(\S+)>, tensor<(\S+)>\) -> tensor<(\S+)>", text)
+    fp8 = sorted(dots for dots in found if "f8" in dots[0] + dots[1])
+    forward = (f"{J * T}x{D}xf8E4M3FN", f"{F}x{D}xf8E4M3FN", f"{J * T}x{F}xf32")
+    dx = (f"{J * T}x{F}x{operand}", f"{F}x{D}xf8E4M3FN", f"{J * T}x{D}xf32")
+    assert fp8 == sorted([forward, forward, dx, dx])
+    assert not any(result in (f"{F}x{D}xf32", f"{D}x{F}xf32") for _, _, result in found)
+    dw = jax.grad(packed_loss, argnums=2, allow_int=True)(x, sites, ws)
+    assert all(np.all(np.asarray(leaf, np.float32) == 0) for leaf in jax.tree.leaves(dw))
+
+
+def test_a_job_that_is_not_finite_leaves_the_others_their_bits():
+    x, sites, ws = problem()
+    grad = jax.jit(jax.grad(packed_loss, argnums=(0, 1)))
+    before, after = grad(x, sites, ws), grad(x.at[1, 2, 3].set(jnp.nan), sites, ws)
+    for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(a[0], b[0])
+        np.testing.assert_array_equal(a[2], b[2])
+    assert np.isnan(after[0][1]).any()
+
+
+def test_xla_serves_it_whatever_is_asked():
+    h200 = Device("NVIDIA H200", "9.0", 132)
+    case = ("bfloat16", 8, 1024, 3584, (3584,), (32,))
+    assert choose(*case, device=h200, mode="auto").name == "hopper"
+    for mode in ("auto", "hopper"):
+        assert choose(*case, device=h200, mode=mode, fp8=True) == (
+            "xla",
+            "the frozen weights are fp8: XLA multiplies them, and the adapters beside them",
+        )
+    x, sites, ws = problem()
+    with using("hopper"):
+        text = jax.jit(packed_loss).lower(x.astype(jnp.bfloat16), sites, ws).as_text()
+    assert "mosaic" not in text and "f8E4M3FN" in text
+
+
+def test_gpus_that_have_no_fp8_say_so():
+    assert [why_not(c) for c in ("", "8.9", "9.0", "12.0")] == [None] * 4
+    assert "compute capability 8.6, and fp8 products need 8.9" in why_not("8.6")
+    assert why_not("8.0") and why_not("7.5")
