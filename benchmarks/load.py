@@ -491,6 +491,9 @@ def main() -> int:
         "--out", type=Path, default=Path("load.jsonl"), metavar="FILE", help="JSON lines to write"
     )
     parser.add_argument("--seconds", type=float, default=300, help="time for the whole call (default: 300)")
+    parser.add_argument(
+        "--only", nargs="+", metavar="PART", help="parts to do, beside the writing of the files"
+    )
     parser.add_argument("--load", help=argparse.SUPPRESS)
     parser.add_argument("--readers", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--micro-steps", type=Path, help=argparse.SUPPRESS)
@@ -507,6 +510,8 @@ def main() -> int:
     work.mkdir(parents=True)
     with open(args.out, "w") as file:
         for name, part in parts(args, work):
+            if args.only and name not in ("write", *args.only):
+                continue
             left, began = end - time.monotonic(), time.monotonic()
             try:
                 row = rounded(part(left)) if left > 0 else {"skipped": "no time left"}
