@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 from plora_jax.adapters import Factors, pad_adapter, ranks, scales, stack_adapters, stack_scales
 from plora_jax.cli import main
 from plora_jax.data.encode import read_examples
+from plora_jax.evaluation import scorer as scoring
 from plora_jax.evaluation.answers import Answer, make_questions
 from plora_jax.evaluation.generate import _program
 from plora_jax.evaluation.scorer import Scorer, _eval_step, make_eval_set, runtime_for
@@ -156,7 +157,8 @@ def make_eval_set_of_loss(evals):
     return type(evals)(**{**vars(evals), "questions": None})
 
 
-def test_slots_of_a_running_pack_score_as_their_exported_adapters(base, pack, evals, tmp_path):
+def test_slots_of_a_running_pack_score_as_their_exported_adapters(base, pack, evals, tmp_path, monkeypatch):
+    monkeypatch.setattr(scoring, "program_tokens", lambda: 1)  # every size of group is worth a program
     jobs, adapters, weights, stacked = pack
     scorer, done = Scorer(base, runtime_for(base)), []
     step, program = _eval_step(base.graphdef, scorer.runtime), _program(base.graphdef, scorer.runtime, NEW)
@@ -181,6 +183,39 @@ def test_slots_of_a_running_pack_score_as_their_exported_adapters(base, pack, ev
     assert [s.loss for s in again] == pytest.approx([alone[j].loss for j in (0, 2, 3)], rel=1e-6)
     assert (step._cache_size(), program._cache_size()) == (before[0] + 1, before[1] + 1)
     assert 9 * evals.requests.tokens < sum(done) <= 9 * evals.tokens  # repeats do not count
+
+
+def test_groups_and_lengths_that_are_not_worth_a_program_are_filled_up(base, pack, evals, monkeypatch):
+    jobs, adapters, weights, stacked = pack
+    loss, worth, groups = make_eval_set_of_loss(evals), 0, []
+    monkeypatch.setattr(scoring, "program_tokens", lambda: worth)
+    scorer = Scorer(base, runtime_for(base))
+
+    def step(weights, scales, params, tokens, *rest, plain=scorer.step):
+        groups.append((jax.tree.leaves(scales)[0].shape[1], tokens.shape[-1]))
+        return plain(weights, scales, params, tokens, *rest)
+
+    scorer.step = step
+    for worth, size in ((0, 1), (2 * loss.tokens, 2), (2 * loss.tokens + 1, 4), (10**9, 4)):  # noqa: B007
+        groups.clear()
+        [one] = scorer.score_slots(weights, stacked, [2], loss)
+        assert {group for group, _ in groups} == {size}
+        [alone] = scorer.score([(jobs[2], adapters[2])], loss)
+        assert one.loss == pytest.approx(alone.loss, rel=1e-6)
+    lengths = np.array([8] * 200 + [40] * 200 + [64] * 200)
+    for jobs_at_once, worth, tops in (  # noqa: B007
+        (
+            1,
+            1,
+            [8, 40, 64],
+        ),  # 22,400 tokens; by 40 and 64 it is 28,800, by 8 and 64 27,200, by 64 alone 38,400
+        (1, 4_799, [8, 40, 64]),
+        (1, 4_801, [8, 64]),
+        (1, 11_199, [8, 64]),
+        (1, 11_201, [64]),
+        (4, 11_201, [8, 40, 64]),
+    ):
+        assert scoring._tops(lengths, jobs_at_once) == tops
 
 
 def test_a_small_budget_scores_few_rows_at_a_time(base, pack, evals):

@@ -169,8 +169,9 @@ class PackRun:
         if new:
             self.worker.status(phase=f"scoring, {self.name}")
             state = self.trainer.state
-            scores = self.worker.scorer.score_slots(
-                state.weights, state.scales, new, self.worker.task().eval, tokens=self.program.tokens
+            scorer, at_once = self.worker.scorer, self.program.scored_at_once
+            scores = scorer.score_slots(
+                state.weights, state.scales, new, self.worker.task().eval, tokens=at_once
             )
             lines = []
             for j, score in zip(new, scores, strict=True):

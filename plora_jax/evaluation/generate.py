@@ -21,7 +21,7 @@ from plora_jax.data.shapes import split_lengths
 from plora_jax.models.attention import FULL
 from plora_jax.models.decoder import Adapters, Cache, Decoder, LoRA, Runtime
 from plora_jax.models.load import Base
-from plora_jax.training.compiled import Options, compiler_options
+from plora_jax.training.compiled import quick_options
 
 Tokens = Int32[np.ndarray, " n"]
 Scales = dict[str, Float[Array, "L J"]]
@@ -59,7 +59,7 @@ def generate(
     if any(len(prompt) == 0 for prompt in prompts):
         raise ValueError("a prompt has no token: there is nothing to go on from")
     jobs = jax.tree.leaves(weights)[0].shape[1]
-    run = _program(base.graphdef, runtime, new_tokens, compiler_options(base.precision == "fp8"))
+    run = _program(base.graphdef, runtime, new_tokens)
     ends = np.array(sorted(stops) or [-1], np.int32)
     # LongRoPE computes an example anew, with other frequencies, once it is longer than the original context: answers
     # that cross it are cut there, and go on as prompts.
@@ -111,9 +111,7 @@ class _Loop(NamedTuple):
 
 
 @lru_cache(maxsize=32)
-def _program(
-    graphdef: nnx.GraphDef, runtime: Runtime, new: int, options: Options
-) -> Callable[..., Int32[Array, "J B new"]]:
+def _program(graphdef: nnx.GraphDef, runtime: Runtime, new: int) -> Callable[..., Int32[Array, "J B new"]]:
     """Return the jitted program of at most `new` tokens; it compiles once for each J, B and P."""
 
     def model_with(weights: Stack, scales: Scales, params: nnx.State) -> tuple[Decoder, Adapters]:
@@ -140,7 +138,7 @@ def _program(
         hidden, kept = model.extend(token, position, jnp.zeros_like(token), sites, cache, runtime=runtime)
         return likeliest(model, hidden[:, 0]), kept
 
-    @partial(jax.jit, compiler_options=dict(options))
+    @partial(jax.jit, compiler_options=dict(quick_options()))
     def run(
         weights: Stack,
         scales: Scales,

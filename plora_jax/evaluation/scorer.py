@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int32, Int64
 
 from planner import rank_bucket
 from planner.memory import HEAD_CHUNK
@@ -40,9 +40,10 @@ from plora_jax.models.decoder import LoRA, Runtime
 from plora_jax.models.find import load_config, load_tokenizer, stop_ids
 from plora_jax.models.load import Base, load_base
 from plora_jax.peft import import_adapter
-from plora_jax.training.compiled import Options, compiler_options, keep_programs
+from plora_jax.training.compiled import keep_programs, program_tokens, quick_options
 from plora_jax.training.losses import token_losses
 
+BUCKETS = 8  # lengths that rows are padded to, at most
 CACHE_SHARE = 1 / 8  # of the device's memory, that keys and values may take while answers are generated
 
 
@@ -73,11 +74,11 @@ def runtime_for(base: Base) -> Runtime:
 
 def make_eval_step(base: Base, runtime: Runtime | None = None) -> EvalStep:
     """Return the jitted step that gives -log p of every target [J, B, P], all J adapters on the same tokens."""
-    return _eval_step(base.graphdef, runtime or Runtime(), compiler_options(base.precision == "fp8"))
+    return _eval_step(base.graphdef, runtime or Runtime())
 
 
 @lru_cache(maxsize=32)
-def _eval_step(graphdef: nnx.GraphDef, runtime: Runtime, options: Options) -> EvalStep:
+def _eval_step(graphdef: nnx.GraphDef, runtime: Runtime) -> EvalStep:
     def one(jobs: int, weights: Stack, scales: Scales, params: nnx.State, *batch: Array) -> Array:
         tokens, positions, rows, trained, targets = batch
         model = nnx.merge(graphdef, params)
@@ -85,7 +86,7 @@ def _eval_step(graphdef: nnx.GraphDef, runtime: Runtime, options: Options) -> Ev
         hidden = model.hidden(tokens, positions, rows, sites, None, runtime=runtime)
         return token_losses(model, hidden, trained, targets, max(1, HEAD_CHUNK // jobs), runtime)
 
-    @partial(jax.jit, compiler_options=dict(options))
+    @partial(jax.jit, compiler_options=dict(quick_options()))
     def step(weights: Stack, *rest: Any) -> Array:
         jobs = jax.tree.leaves(weights)[0].shape[1]
         return jax.vmap(partial(one, jobs), in_axes=(1, 1, None, None, None, None, None, None))(
@@ -137,14 +138,14 @@ class Scorer:
     ) -> list[Score]:
         """Return the scores of adapters that a running pack holds, taken from its stack on the device.
 
-        They go in groups of a power of two, the last one filled up with repeats: a size of group is one program.
+        They go in groups of a power of two, the last one filled up with repeats: a size of group is one program, and
+        one that would save less time than it takes to compile is not made.
 
         Args:
           weights: of the pack, and `scales`: `PackState.weights` and `.scales`. They are read only.
           slots: which of its adapters, in the order of the result.
           evals: the held-out part.
-          tokens: how many run at once, over all adapters (one row of each adapter of a group in any case). A pack's own
-            J·m·S takes less memory than its training step has just let go of.
+          tokens: how many run at once, over all adapters (one row of each adapter of a group in any case).
           advance: is told the tokens scored, over all adapters, as they are done.
         """
         held, budget = jax.tree.leaves(weights)[0].shape[1], tokens or self.budget
@@ -152,7 +153,10 @@ class Scorer:
         scores: list[Score] = []
         for start in range(0, len(slots), most):
             part = list(slots[start : start + most])
-            size = min(1 << (len(part) - 1).bit_length(), held)
+            size = 1 << (len(part) - 1).bit_length()
+            while size < most and size * evals.tokens < program_tokens():
+                size *= 2
+            size = min(size, held)
             padded = np.array(part + part[-1:] * (size - len(part)), np.int32)
             some, theirs = _take((weights, scales), padded)
             share = len(part) / size  # of what is run, the rest is repeats
@@ -200,7 +204,7 @@ class Scorer:
         starts = np.cumsum([0] + [len(t) for t in requests.targets])
         groups = requests.carriers()
         lengths = np.array([len(requests.sequences[group[0]]) for group in groups])
-        tops = split_lengths(lengths, 1 + len(groups) // 128)
+        tops = _tops(lengths, jobs)
         for low, length in zip([0, *tops], tops, strict=False):
             fits = [groups[i] for i in np.flatnonzero((lengths > low) & (lengths <= length))]
             batches = -(-len(fits) // max(1, budget // (length * jobs)))
@@ -213,6 +217,17 @@ class Scorer:
                 out[:, ids[ids >= 0]] = -losses[:, ids >= 0]
                 advance(jobs * sum(len(requests.sequences[group[0]]) for group in part))
         return out
+
+
+def _tops(lengths: Int64[np.ndarray, " n"], jobs: int) -> list[int]:
+    """Choose the lengths that sequences are padded to: each saves more than it takes to compile its program."""
+
+    def cost(tops: list[int]) -> int:
+        padded = np.asarray(tops)[np.searchsorted(tops, lengths)]
+        return jobs * int(padded.sum()) + len(tops) * program_tokens()
+
+    most = min(BUCKETS, 1 + len(lengths) // 128)
+    return min((split_lengths(lengths, n) for n in range(1, 1 + most)), key=cost)
 
 
 def _scaled(advance: Callable[[float], None], share: float) -> Callable[[float], None]:

@@ -9,6 +9,7 @@ from pathlib import Path
 Options = tuple[tuple[str, bool], ...]  # of the compiler
 
 WORTH_S = 0.01  # a program that compiled faster is not kept
+PROGRAM_TOKENS = {"cpu": 4_096}  # tokens whose forward pass takes about as long as compiling one, by backend
 
 
 def cache_dir() -> Path:
@@ -28,16 +29,6 @@ def programs_dir() -> Path:
         except PackageNotFoundError:
             names.append(package)
     return cache_dir() / "programs" / "_".join([*names, _processor()])
-
-
-def compiler_options(many: bool) -> Options:
-    """Return XLA's options for a program whose products are `many`, or of fp8 numbers.
-
-    To try Triton's for each of them takes a minute (whole minutes in fp8), and they are no faster (docs/benchmarks.md).
-    """
-    import jax
-
-    return (("xla_gpu_enable_triton_gemm", False),) if many and jax.default_backend() == "gpu" else ()
 
 
 def _processor() -> str:
@@ -67,3 +58,21 @@ def keep_programs() -> Path | None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", WORTH_S)
     return folder
+
+
+def program_tokens() -> int:
+    """Return how many tokens' padding is worth a compiled program of its own on this backend."""
+    import jax
+
+    return PROGRAM_TOKENS.get(jax.default_backend(), 262_144)
+
+
+def quick_options() -> Options:
+    """Return the options of a program that compiles fast on a GPU: Triton's products are not tried; none elsewhere.
+
+    Each of them is timed. On an H200 a step of written-out layers compiles in 22 s instead of 113, one of fp8 products
+    in seconds instead of minutes, and they run as fast (docs/benchmarks.md).
+    """
+    import jax
+
+    return (("xla_gpu_enable_triton_gemm", False),) if jax.default_backend() == "gpu" else ()

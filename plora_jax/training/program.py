@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import jax
+
 from planner.signature import Signature, fits
 from plora_jax.config.sweep import Sweep
 from plora_jax.data.examples import Examples
@@ -55,6 +57,17 @@ class Program:
     def tokens(self) -> int:
         """Count the tokens of the largest micro-step, padding included."""
         return self.spec.slots * (1 if self.packing else self.m) * max(shape.S for shape in self.shapes)
+
+    @property
+    def scored_at_once(self) -> int:
+        """Count the tokens that may be scored at once, in no more memory than the step has just let go of.
+
+        A forward pass holds one layer's values, the step those that its policy keeps of every layer, and gradients.
+        """
+        if jax.default_backend() == "cpu":  # where more at once is no faster
+            return self.tokens
+        layers = self.base.config.n_layers
+        return self.tokens * (2 if self.runtime.recompute == "layer" else max(1, layers // 4))
 
     @cached_property
     def signature(self) -> Signature:

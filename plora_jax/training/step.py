@@ -21,7 +21,7 @@ from plora_jax.models.config import ModelConfig
 from plora_jax.models.decoder import LoRA, Runtime, matmul_precision
 from plora_jax.models.load import Base
 from plora_jax.training.batch import Batch
-from plora_jax.training.compiled import Options, compiler_options
+from plora_jax.training.compiled import Options, quick_options
 from plora_jax.training.dropout import Dropout
 from plora_jax.training.losses import token_losses
 from plora_jax.training.optim import Hyper, apply_update, hyper, init_optimizer, learning_rate
@@ -211,7 +211,7 @@ def make_train_step(
     models, whose steps take less time than their launch.
     """
     runtime = runtime or Runtime()
-    options = compiler_options(runtime.unroll > 1 or base.precision == "fp8")
+    options = quick_options() if runtime.unroll > 1 or base.precision == "fp8" else ()
     return _train_step(base.graphdef, spec, runtime, micro_steps, options)
 
 

@@ -63,7 +63,7 @@ class Study:
 
     def __init__(self, args: argparse.Namespace, load: Callable[[str], Base] = load_base) -> None:
         self.args, self.began = args, time.monotonic()
-        self.compiled: list[float] = []
+        self.compiled: list[tuple[str, float]] = []  # programs and seconds
         keep_programs()
         jax.monitoring.register_event_duration_secs_listener(self._listen)
         self.base = load(str(args.model))
@@ -90,9 +90,9 @@ class Study:
         """Return the seconds since the study began."""
         return time.monotonic() - self.began
 
-    def _listen(self, event: str, seconds: float, **_: Any) -> None:
+    def _listen(self, event: str, seconds: float, fun_name: str = "", **_: Any) -> None:
         if event.endswith("backend_compile_duration"):
-            self.compiled.append(seconds)
+            self.compiled.append((fun_name, seconds))
 
     def part(self, name: str, work: Callable[[], None]) -> None:
         """Do one part and write the result down, or how it failed; once `--seconds` are over, only name it."""
@@ -126,12 +126,16 @@ class Study:
         seconds = time.monotonic() - began
         gc.collect()  # a pack's arrays are gone before the next sweep makes its own
         made = self.compiled[before:]
+        compile_s = sum(seconds for _, seconds in made)
         board = out / "leaderboard.json"
         if not board.exists():
             raise RuntimeError(f"{out}: the sweep did not finish; see {log}")
-        found = Finished(out, json.loads(board.read_text(encoding="utf-8")), seconds, len(made), sum(made))
+        found = Finished(out, json.loads(board.read_text(encoding="utf-8")), seconds, len(made), compile_s)
         if found.jobs[0]["status"] == "failed":
             raise RuntimeError(f"{out}: no job was completed; see {log}")
+        longest = sorted(made, key=lambda one: -one[1])[:4]
+        said = ", ".join(f"{program} {took:.1f} s" for program, took in longest)
+        print(f"         {seconds:.1f} s, of it {compile_s:.1f} s compiling {len(made)} programs: {said}")
         return found
 
 
