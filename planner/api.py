@@ -10,7 +10,7 @@ from planner.devices import Devices
 from planner.groups import makespan
 from planner.incumbent import repair
 from planner.instance import Instance
-from planner.ours import Effort, bounds, ours
+from planner.ours import FEW, Effort, bounds, ours
 from planner.placed import Placed, place
 from planner.plan import Pack, Plan
 from planner.published import Published
@@ -44,6 +44,8 @@ class Options:
 
 def default_effort(instance: Instance) -> Effort:
     """Return how long to search: less for more jobs; among many, dives pay only where jobs are of few classes."""
+    if instance.n_jobs < FEW * instance.usable and instance.n_jobs <= 200:
+        return Effort(recuts=180, proposals=4_500, dives=12, restarts=2)
     if instance.n_jobs <= 200:
         return Effort()
     if instance.n_jobs <= 2_500:

@@ -1,8 +1,10 @@
 """Exact search for few jobs: every split of the jobs into packs, of packs into groups, and of devices into
 groups.
 
-A state is a number of jobs of each class. T_d(s) is the least time of one group of degree d for the jobs s,
-over all ways to part them into packs; f_g(s) = min over d ≤ g and r ⊆ s of max(T_d(r), f_{g−d}(s − r)).
+A state is a number of jobs of each class. T_d(s) is the least time of one group of degree d for the jobs s, over all
+ways to part them into packs. All jobs end within C if D(all) ≤ G devices, where D(s) = min over r ⊆ s of
+d(r) + D(s − r) and d(r) is the least degree with T_d(r) ≤ C. The least makespan is some T_d(s), found by bisection.
+A part always holds a job of the state's first class, since the parts come in no order.
 """
 
 from itertools import product
@@ -14,52 +16,46 @@ from planner.groups import Group, Solution
 from planner.instance import Counts, Instance
 from planner.pack import Choice, choose_pack, group_seconds
 
-MOST_PAIRS = 60_000  # (state, part of it)
-MOST_STEPS = 40_000  # states × devices × degrees
+MOST_PAIRS = 2_500_000  # (state, part of it)
+MOST_PACKS = 26_000  # states × degrees
 
 
-def is_small(instance: Instance) -> bool:
-    """Say whether exact search is affordable (ten different jobs on three devices are)."""
+def is_small(instance: Instance, pairs: int = MOST_PAIRS, packs: int = MOST_PACKS) -> bool:
+    """Say whether exact search is affordable (thirteen different jobs are)."""
     sizes = [n for _, n in instance.counts]
-    states = prod(n + 1 for n in sizes)
-    pairs = prod((n + 1) * (n + 2) // 2 for n in sizes)
-    devices = min(instance.devices.count, instance.n_jobs * instance.degrees[-1])
-    return pairs <= MOST_PAIRS and states * devices * len(instance.degrees) <= MOST_STEPS
+    states = prod(n + 1 for n in sizes) * len(instance.degrees)
+    return states <= packs and prod((n + 1) * (n + 2) // 2 for n in sizes) <= pairs
 
 
 def exact(instance: Instance) -> Solution:
     """Return a solution of least makespan among all plans with fixed groups."""
     sizes = [n for _, n in instance.counts]
+    weights = [prod(n + 1 for n in sizes[i + 1 :]) for i in range(len(sizes))]
     states = list(product(*(range(n + 1) for n in sizes)))
-    weights = np.array([prod(n + 1 for n in sizes[i + 1 :]) for i in range(len(sizes))])
-    parts = [np.array(list(product(*(range(n + 1) for n in state)))) @ weights for state in states]
-    n_states, G = len(states), min(instance.devices.count, instance.n_jobs * instance.degrees[-1])
-    times, splits = {}, {}
-    for d in instance.degrees:
-        times[d], splits[d] = _group_times(instance, d, states, parts)
-    f = np.full((G + 1, n_states), np.inf)
-    f[:, 0] = 0.0
-    how: list[list[tuple[int, int]]] = [[(0, 0)] * n_states for _ in range(G + 1)]
-    for g in range(1, G + 1):
-        for s in range(1, n_states):
-            f[g, s], how[g][s] = f[g - 1, s], how[g - 1][s]
-            for d in instance.degrees:
-                if d > g:
-                    break
-                value = np.maximum(times[d][parts[s]], f[g - d, s - parts[s]])
-                at = int(value.argmin())
-                if value[at] < f[g, s]:
-                    f[g, s], how[g][s] = float(value[at]), (d, int(parts[s][at]))
-    solution: Solution = []
-    g, s = G, n_states - 1
-    while s:
-        while f[g - 1, s] == f[g, s]:
-            g -= 1
-        d, part = how[g][s]
-        if part:
-            solution.append(_group(instance, d, part, splits[d], states))
-        g, s = g - d, s - part
-    return solution
+    parts = [_parts(state, weights) for state in states]
+    groups = {d: _group_times(instance, d, states, parts) for d in instance.degrees}
+    ends = np.unique([seconds[1:] for seconds, _ in groups.values()])
+    low, high = -1, int(np.searchsorted(ends, np.inf)) - 1  # within the last, all jobs end
+    best: list[tuple[int, int]] | None = None
+    while best is None or high - low > 1:
+        middle = (low + high) // 2 if best else high
+        found = _devices(instance, groups, parts, float(ends[middle]))
+        if found is not None:
+            best, high = found, middle
+        else:
+            low = middle
+    return [_group(instance, d, part, groups[d][1], states) for d, part in best]
+
+
+def _parts(state: tuple[int, ...], weights: list[int]) -> np.ndarray:
+    """Return the numbers of the states within a state that hold a job of its first class."""
+    out = np.zeros(1, dtype=int)
+    first = True
+    for n, weight in zip(state, weights, strict=True):
+        if n:
+            out = (out[:, None] + weight * np.arange(first, n + 1)).ravel()
+            first = False
+    return out
 
 
 def _counts(state: tuple[int, ...]) -> Counts:
@@ -69,7 +65,7 @@ def _counts(state: tuple[int, ...]) -> Counts:
 def _group_times(
     instance: Instance, degree: int, states: list[tuple[int, ...]], parts: list[np.ndarray]
 ) -> tuple[np.ndarray, list[int]]:
-    """Return T_d of every state, loading included, and the first pack of its best split."""
+    """Return T_d of every state, loading included, and one pack of its best split."""
     setup, load = instance.cost.compile_s, instance.load_seconds(degree)
     alone = np.full(len(states), np.inf)
     for s, state in enumerate(states):
@@ -79,12 +75,33 @@ def _group_times(
     best[0] = 0.0
     for s in range(1, len(states)):
         value = alone[parts[s]] + best[s - parts[s]]
-        value[parts[s] == 0] = np.inf
         at = int(value.argmin())
         if value[at] < best[s]:
             best[s], first[s] = float(value[at]), int(parts[s][at])
     best[1:] += load
     return best, first
+
+
+def _devices(
+    instance: Instance, groups: dict[int, tuple[np.ndarray, list[int]]], parts: list[np.ndarray], C: float
+) -> list[tuple[int, int]] | None:
+    """Return groups (degree, state) that end within C and hold all jobs on the devices; None where none do."""
+    n = len(parts)
+    least = np.full(n, np.inf)  # the smallest group that runs a state within C
+    for d in sorted(groups, reverse=True):
+        least[groups[d][0] <= C] = d
+    needed, part = np.zeros(n), np.zeros(n, dtype=int)
+    for s in range(1, n):
+        value = least[parts[s]] + needed[s - parts[s]]
+        at = int(value.argmin())
+        needed[s], part[s] = value[at], parts[s][at]
+    if needed[-1] > instance.devices.count:
+        return None
+    out, s = [], n - 1
+    while s:
+        out.append((int(least[part[s]]), int(part[s])))
+        s -= int(part[s])
+    return out
 
 
 def _group(

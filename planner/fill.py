@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.config_lp import Types
-from planner.groups import Group, Solution, insert
+from planner.groups import Group, Solution, insert, remember
 from planner.instance import Instance
 from planner.pack import Choice, choose_pack, group_seconds
 from planner.trials import Ranking, Table, make_table
@@ -33,11 +33,19 @@ class State(NamedTuple):
 
 
 class Filler:
-    """Fill one group with some of the jobs left, within C, at given prices."""
+    """Fill one group with some of the jobs left, within C, at given prices; `beam` and `branch` set how widely."""
 
     def __init__(
-        self, instance: Instance, table: Table, prices: np.ndarray, left: np.ndarray, C: float
+        self,
+        instance: Instance,
+        table: Table,
+        prices: np.ndarray,
+        left: np.ndarray,
+        C: float,
+        beam: int = BEAM,
+        branch: int = BRANCH,
     ) -> None:
+        self.beam, self.branch = beam, branch
         self.instance, self.degree, self.prices, self.all_left = instance, table.degree, prices, left
         self.room = C - instance.load_seconds(table.degree)
         self.live = np.flatnonzero(left)
@@ -68,7 +76,7 @@ class Filler:
                 if best is None or total < best[0]:
                     best = (total, new)
             states = sorted(found.values(), key=lambda state: state.lost / state.used)
-            states = states[: BEAM if depth < DEEP else 1]
+            states = states[: self.beam if depth < DEEP else 1]
         if best is None:
             return None
         left = self.all_left.copy()
@@ -91,9 +99,10 @@ class Filler:
         kinds: set[int] = set()
         tried: set[bytes] = set()
         rate = lost / seconds
-        worst = np.partition(rate, 12 * BRANCH)[12 * BRANCH] if len(rate) > 12 * BRANCH else np.inf
+        most = 12 * self.branch
+        worst = np.partition(rate, most)[most] if len(rate) > most else np.inf
         few = np.flatnonzero(rate <= worst)
-        first = few[np.argsort(rate[few], kind="stable")][: 12 * BRANCH]
+        first = few[np.argsort(rate[few], kind="stable")][:most]
         for c in (int(np.argmin(lost - self.degree * seconds)), *map(int, first)):
             kind = int(self.kind[best.row[c]])
             if kind in kinds or not np.isfinite(rate[c]):
@@ -103,7 +112,7 @@ class Filler:
                 tried.add(taken.tobytes())
                 kinds.add(kind)
                 out += self._with(state, taken, room)
-            if len(kinds) > BRANCH:
+            if len(kinds) > self.branch:
                 break
         return out
 
@@ -114,7 +123,10 @@ class Filler:
         if pack is None or (seconds := pack.run_s + self.instance.cost.compile_s) > room:
             return []
         lost = state.lost + self.degree * seconds - float(self.prices[self.live] @ taken)
-        return [State(lost, state.used + seconds, state.left - taken, (*state.packs, pack))]
+        new = State(lost, state.used + seconds, state.left - taken, (*state.packs, pack))
+        if self.instance.met is not None:
+            remember(self.instance, _group(self.instance, self.degree, new))
+        return [new]
 
 
 Tables = dict[int, Table]

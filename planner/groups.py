@@ -33,6 +33,15 @@ def make_group(instance: Instance, degree: int, parts: list[Counts]) -> Group | 
     return Group(degree, tuple(chosen), group_seconds(instance, chosen))
 
 
+def remember(instance: Instance, group: Group) -> None:
+    """Keep a group that a search met, where they are kept."""
+    if instance.met is None or not group.packs:
+        return
+    key = (group.degree, merge_counts(*(pack.counts for pack in group.packs)))
+    if key not in instance.met or group.seconds < instance.met[key].seconds:
+        instance.met[key] = group
+
+
 def insert(instance: Instance, solution: Solution, k: int) -> bool:
     """Put one job of a class into the pack, or a new pack, whose group then ends earliest."""
     best: tuple[float, int, Group] | None = None

@@ -48,6 +48,7 @@ class Instance:
     needs: dict = field(default_factory=dict)  # classes -> what they ask together
     packs: dict = field(default_factory=dict)  # (jobs, degree) -> the pack chosen
     layouts: dict = field(default_factory=dict)  # (micro-steps of the jobs, J) -> the pack's micro-steps
+    met: dict | None = None  # (degree, jobs) -> the fastest group that a search met; None: not kept
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISION_BYTES:

@@ -12,8 +12,9 @@ from planner.exact import exact, is_small
 from planner.fill import dive, make_tables
 from planner.greedy import greedy
 from planner.group_lp import group_bound
-from planner.groups import Solution, makespan
+from planner.groups import Solution, makespan, remember
 from planner.instance import Instance
+from planner.master import choose
 from planner.recut import recut
 from planner.search import improve
 
@@ -22,6 +23,8 @@ GOAL = 1.002  # makespan / bound at which searching more is idle
 AIMS = (0.4, 0.6, 0.8)  # times that all groups are filled for, between the bound and the best known
 NOISE = 0.02  # deviation of the logarithms of prices, where they are disturbed
 STARTS = 3  # solutions that local search starts from
+FEW = 5  # jobs a device, below which an integer program chooses among the groups that searches met
+FEW_CLASSES = 40  # classes of jobs, above which that program takes too long
 RACES = 3  # rounds of local search; half the starts are dropped after each
 HEAT = 1e-4  # first temperature of the local search, as a share of the makespan, for one device
 
@@ -35,6 +38,7 @@ class Effort:
     recuts: int = 90
     proposals: int = 3_000
     dives: int = 8
+    restarts: int = 1
 
 
 class Bound(NamedTuple):
@@ -88,30 +92,41 @@ def ours(
 
     if makespan(best) <= goal:
         return best, name, False
+    if instance.n_jobs < FEW * instance.usable and len(instance.classes) <= FEW_CLASSES:
+        instance.met = {}
+        for group in best:
+            remember(instance, group)
     types = make_types(instance)
     tables = make_tables(instance, types, makespan(best))
-    starts = [best]
-    rng = np.random.default_rng(0)
-    for n in range(effort.dives):
-        C = bound.seconds + AIMS[n % len(AIMS)] * (makespan(best) - bound.seconds)
-        at = bound.prices * np.exp(rng.normal(0.0, NOISE if n >= len(AIMS) else 0.0, len(bound.prices)))
-        dived = dive(instance, tables, at, C)
-        starts += [dived] if dived else []
-        keep(dived, "dive")
-    starts = sorted({makespan(s): s for s in starts}.values(), key=makespan)[:STARTS]
+    first = best
     heat = HEAT / instance.devices.count
-    for race in range(RACES):
-        for n, first in enumerate(starts):
-            if makespan(best) <= goal:
-                return best, name, False
-            if time.perf_counter() > deadline:
-                return best, name, True
-            seed = 10 * race + n
-            tries = effort.recuts // RACES // len(starts)
-            cut = recut(instance, tables, bound.prices, first, tries, seed, goal)
-            keep(cut, "re-cut")
-            tries = effort.proposals // RACES // len(starts)
-            starts[n] = improve(instance, cut, tries, seed, heat, goal)
-            keep(starts[n], "local search")
-        starts = sorted(starts, key=makespan)[: -(-len(starts) // 2)]
+    for restart in range(effort.restarts):
+        rng = np.random.default_rng(restart)
+        starts = [first]
+        for n in range(effort.dives):
+            C = bound.seconds + AIMS[n % len(AIMS)] * (makespan(best) - bound.seconds)
+            noise = NOISE if n >= len(AIMS) else 0.0
+            dived = dive(
+                instance, tables, bound.prices * np.exp(rng.normal(0.0, noise, len(bound.prices))), C
+            )
+            starts += [dived] if dived else []
+            keep(dived, "dive")
+        starts = sorted({makespan(s): s for s in starts}.values(), key=makespan)[:STARTS]
+        for race in range(RACES):
+            for n, start in enumerate(starts):
+                if makespan(best) <= goal:
+                    return best, name, False
+                if time.perf_counter() > deadline:
+                    return best, name, True
+                seed = 100 * restart + 10 * race + n
+                tries = effort.recuts // RACES // len(starts)
+                cut = recut(instance, tables, bound.prices, start, tries, seed, goal)
+                keep(cut, "re-cut")
+                tries = effort.proposals // RACES // len(starts)
+                starts[n] = improve(instance, cut, tries, seed, heat, goal)
+                keep(starts[n], "local search")
+            starts = sorted(starts, key=makespan)[: -(-len(starts) // 2)]
+            if instance.met is not None and race:
+                starts[-1] = choose(instance, tables, best, bound.seconds)
+                keep(starts[-1], "master")
     return best, name, False

@@ -1,5 +1,6 @@
 """Large-neighbourhood search: pool the jobs of two to four groups and make the groups anew: cut a line of the
-jobs in a random order, or fill group after group at disturbed prices.
+jobs in a random order, or fill group after group at disturbed prices. Where jobs are few, two of the groups may become
+one of twice the degree, or one two of half of it.
 """
 
 import random
@@ -8,12 +9,13 @@ import numpy as np
 
 from planner.fill import Tables, fill
 from planner.greedy import Line, bisect, cut
-from planner.groups import Solution, makespan
+from planner.groups import Solution, makespan, remember
 from planner.instance import Counts, Instance
 from planner.pack import merge_counts
 
 FIELDS = ("batch_size", "bucket", "rows")
 NOISE = (0.01, 0.03, 0.06)  # deviations of the logarithms of prices
+REGROUP = 0.4  # chance that groups made anew are joined or halved, where there are few jobs a device
 HASTE = (0.001, 0.003, 0.01, 0.02)  # how much faster than the slowest the groups are filled for
 
 
@@ -29,6 +31,20 @@ def pooled_line(instance: Instance, pooled: Counts, rng: random.Random) -> Count
         return (length, rest, item[0]) if length_first else (rest, length, item[0])
 
     return tuple(sorted(pooled, key=key))
+
+
+def regrouped(pattern: list[int], degrees: tuple[int, ...], rng: random.Random) -> list[int]:
+    """Return a pattern with two groups of one degree joined, or one halved, at random; itself where neither can be."""
+    joined = [d for d in degrees if 2 * d in degrees and pattern.count(d) > 1]
+    halved = [d for d in degrees if 2 * d in degrees and 2 * d in pattern]
+    changes = [([d, d], [2 * d]) for d in joined] + [([2 * d], [d, d]) for d in halved]
+    if not changes:
+        return pattern
+    gone, new = rng.choice(changes)
+    out = list(pattern)
+    for d in gone:
+        out.remove(d)
+    return out + new
 
 
 def recut(
@@ -57,6 +73,8 @@ def recut(
         pattern = [group.degree for group in pool]
         if free >= instance.degrees[0] and rng.random() < 0.5:
             pattern.append(instance.degrees[0])
+        if instance.met is not None and rng.random() < REGROUP:
+            pattern = regrouped(pattern, instance.degrees, rng)
         rng.shuffle(pattern)
         worst = makespan(pool)
         if rng.random() < 0.5:
@@ -67,6 +85,8 @@ def recut(
             noise = rng.choice(NOISE)
             disturbed = prices * np.exp([rng.gauss(0.0, noise) for _ in prices])
             found = fill(instance, tables, disturbed, jobs, pattern, worst * (1 - rng.choice(HASTE)))
+        for group in found or ():
+            remember(instance, group)
         if found is None or makespan(found) > worst * (1 - 1e-4):
             continue
         groups = [group for g, group in enumerate(groups) if g not in chosen] + found

@@ -8,7 +8,7 @@ problem, so the same input gives the same plan.
 import math
 import random
 
-from planner.groups import Group, Solution, makespan
+from planner.groups import Group, Solution, makespan, remember
 from planner.instance import Counts, Instance
 from planner.pack import Choice, choose_pack, group_seconds, merge_counts
 
@@ -53,6 +53,7 @@ class State:
         for g, packs in parts.items():
             self.packs[g] = packs
             self.seconds[g] = seconds[g]
+            remember(self.instance, Group(self.degrees[g], packs, seconds[g]))
         self.energy_sum = total
 
     def solution(self) -> Solution:

@@ -1,6 +1,7 @@
 """Exact search against enumeration: every partition of the jobs into packs, every placing of packs on groups."""
 
 import random
+from collections import Counter
 
 import pytest
 
@@ -11,35 +12,29 @@ from planner.pack import choose_pack, lay_out
 from tests.planner.problems import TINY, cluster, instance, job
 
 
-def partitions(items: list[int]):
-    """Yield every partition of a list."""
-    if not items:
-        yield []
-        return
-    first, rest = items[0], items[1:]
-    for part in partitions(rest):
-        yield [[first], *part]
-        for i in range(len(part)):
-            yield [*part[:i], [first, *part[i]], *part[i + 1 :]]
+def partitions(classes: list[int]) -> set[tuple]:
+    """Return every way to part jobs into packs, jobs of one class being alike: sorted packs of sorted classes."""
+    found: set[tuple] = {()}
+    for k in classes:
+        more = {tuple(sorted([*packs, (k,)])) for packs in found}
+        for packs in found:
+            for i, pack in enumerate(packs):
+                grown = tuple(sorted((*pack, k)))
+                more.add(tuple(sorted([*packs[:i], grown, *packs[i + 1 :]])))
+        found = more
+    return found
 
 
 def enumerate_all(problem) -> float:
     """Return the least makespan by trying everything: packs of any subsets, groups of any degrees."""
     class_of = [k for k, n in problem.counts for _ in range(n)]
-
-    def counts(part):
-        out: dict[int, int] = {}
-        for i in part:
-            out[class_of[i]] = out.get(class_of[i], 0) + 1
-        return tuple(sorted(out.items()))
-
     best = float("inf")
     G = problem.devices.count
     layouts = {1: [(1,)], 2: [(1, 1), (2,)], 3: [(1, 1, 1), (2, 1)]}[G]
-    for part in partitions(list(range(len(class_of)))):
+    for part in partitions(class_of):
         for degrees in layouts:
             degrees = [d for d in degrees if d in problem.degrees]
-            times = [[choose_pack(problem, counts(p), d) for d in degrees] for p in part]
+            times = [[choose_pack(problem, tuple(Counter(p).items()), d) for d in degrees] for p in part]
 
             def place(n: int, loads: tuple[float, ...], degrees=degrees, times=times) -> None:
                 nonlocal best
@@ -71,9 +66,20 @@ def test_exact_equals_enumeration(seed):
     assert makespan(exact(problem)) == pytest.approx(enumerate_all(problem), rel=1e-9)
 
 
-def test_ten_jobs_on_three_devices_are_planned_exactly():
+@pytest.mark.parametrize("seed", range(4))
+def test_ten_jobs_on_three_devices_are_planned_as_fast_as_enumeration_finds(seed):
+    """Four kinds of jobs, of which two to four each, so that everything can be tried."""
+    rng = random.Random(seed)
+    kinds = [(rng.choice((8, 64, 128)), rng.choice((1, 2, 4)), rng.randrange(3), n) for n in (1, 2, 3, 1)]
+    jobs = [job(i, *kinds[k]) for i, k in enumerate((0, 0, 0, 0, 1, 1, 2, 2, 3, 3))]
+    plan = make_plan(jobs, TINY, cluster(3), options=Options(baselines=False))
+    assert plan.method == "exact"
+    assert plan.makespan_s == pytest.approx(enumerate_all(instance(jobs, "3xA100-40GB")), rel=1e-9)
+
+
+def test_ten_different_jobs_on_three_devices_are_planned_exactly():
     rng = random.Random(5)
-    jobs = [job(i, rng.choice((8, 16, 64)), rng.choice((1, 2, 4)), i % 3, 1 + i % 3) for i in range(10)]
+    jobs = [job(i, rng.choice((8, 16, 64)), rng.choice((1, 2, 4)), i % 3, 1 + i % 4) for i in range(10)]
     plan = make_plan(jobs, TINY, cluster(3), options=Options(baselines=False))
     assert plan.method == "exact"
 

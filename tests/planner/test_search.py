@@ -1,5 +1,7 @@
 """The configuration LP and the searches: what they may change and what they must keep."""
 
+import random
+from collections import Counter
 from itertools import combinations
 
 import numpy as np
@@ -8,7 +10,8 @@ import pytest
 from planner.config_lp import lp_bound, make_types, solve
 from planner.fill import Filler, dive, make_tables
 from planner.greedy import greedy
-from planner.groups import makespan
+from planner.groups import make_group, makespan, remember
+from planner.master import PRECISE, Master
 from planner.ours import Effort, bounds, ours
 from planner.pack import choose_pack, group_seconds, merge_counts
 from planner.recut import recut
@@ -131,3 +134,39 @@ def test_a_pack_takes_the_best_of_all_its_programs(problem):
                 best = min(best, steps * cost.seconds(J, m, need.S, need.bucket))
     chosen = choose_pack(problem, counts, 1)
     assert chosen.run_s == pytest.approx(best + n * problem.eval_seconds(1, k))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_integer_program_finds_the_best_choice_of_the_groups_met(seed):
+    """Against every choice of at most three of them; jobs held twice may be left out of either."""
+    rng = random.Random(seed)
+    jobs = [job(i, (8, 64)[i % 2], (2, 4)[i % 3 == 0], i % 2, 1 + i % 2) for i in range(9)]
+    problem = instance(jobs, "3xA100-40GB")
+    everything = [k for k, n in problem.counts for _ in range(n)]
+    problem.met = {}
+    for _ in range(60):
+        taken = Counter(rng.sample(everything, rng.randint(2, 5)))
+        group = make_group(problem, 1, [tuple(sorted(taken.items()))])
+        remember(problem, group)
+    groups = list(problem.met.values())
+    best = min(
+        max(group.seconds for group in three)
+        for three in combinations(groups, 3)
+        if all(
+            sum(n for g in three for p in g.packs for c, n in p.counts if c == k) >= m
+            for k, m in problem.counts
+        )
+    )
+    slow = [make_group(problem, 1, [problem.counts])]
+    found = Master(problem).choose(slow, 1.0)
+    assert jobs_of(found) == problem.counts and len(found) <= 3
+    assert makespan(found) <= best * (1 + PRECISE)
+
+
+def test_a_search_of_few_jobs_a_device_chooses_among_the_groups_it_met():
+    jobs = [job(i, 8 * 2 ** (i % 5), 2 ** (i % 4), i % 3, 1 + i % 3) for i in range(24)]
+    problem = instance(jobs, "8xA100-40GB")
+    bound = bounds(problem)
+    found, _, _ = ours(problem, bound, Effort(recuts=30, proposals=600, dives=3))
+    assert problem.met and jobs_of(found) == problem.counts
+    assert makespan(found) <= makespan(Master(problem).choose(found, bound.seconds)) * (1 + PRECISE)
