@@ -57,8 +57,7 @@ def test_the_papers_space_and_the_defaults_are_jobs_of_one_sweep():
     ]
 
 
-def test_sequential_time_and_spread_by_hand():
-    assert four_tasks.sequential_s([{"steps": 512}, {"steps": 64}], 0.01) == pytest.approx(5.76)
+def test_the_spread_by_hand():
     assert four_tasks.spread([{"score": 0.5}]) == "50.0"
     assert four_tasks.spread([{"score": s} for s in (0.5, 0.6, 0.7)]) == "60.0 ± 10.0"
 

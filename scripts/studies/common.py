@@ -30,6 +30,7 @@ from plora_jax.models.load import Base, load_base
 from plora_jax.search.configurations import search_jobs
 from plora_jax.training.compiled import keep_programs
 
+CHECKPOINT_S = 3600.0  # no sweep of a study is worth going on with
 EXPORT = {"base_model": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 
 
@@ -122,7 +123,15 @@ class Study:
         write_atomic(path, yaml.safe_dump(whole, sort_keys=False))
         sweep, before, began = load_sweep(path), len(self.compiled), time.monotonic()
         with open(log, "w", encoding="utf-8") as file:
-            run_sweep(sweep, search_jobs(sweep), out, base=self.base, console=Console(file=file, width=160))
+            console = Console(file=file, width=160)
+            run_sweep(
+                sweep,
+                search_jobs(sweep),
+                out,
+                base=self.base,
+                checkpoint_s=CHECKPOINT_S,
+                console=console,
+            )
         seconds = time.monotonic() - began
         gc.collect()  # a pack's arrays are gone before the next sweep makes its own
         made = self.compiled[before:]

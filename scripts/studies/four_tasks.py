@@ -1,7 +1,8 @@
 """Measure what a sweep of the paper's search space is worth on the paper's four tasks, and the time that it replaces.
 
 usage: python -m scripts.studies.four_tasks --model GGUF --tasks DIR --work DIR --out FILE.json
-           [--configurations N] [--train-rows N] [--eval-rows N] [--test-rows N] [--seconds S]
+           [--configurations N] [--slots N] [--train-rows N] [--eval-rows N] [--test-rows N] [--only TASK …]
+           [--parts sweep|seeds|alone …] [--seconds S]
 
 DIR holds {wnli,cola}_{train,dev}.jsonl and {mrpc,gsm8k}_{train,test}.jsonl. For each task configurations are drawn
 from the paper's space and trained in one sweep, together with one job at the defaults of PEFT and of transformers'
@@ -9,8 +10,9 @@ Trainer; the best is chosen on rows cut from the training file and scored, besid
 the rows of the other file. GSM8K is chosen by its loss, since a model of this size answers so few problems that their
 number on some hundred rows is noise, and scored by its answers. Then winner and defaults are trained with more seeds.
 
-Sequential time: the optimizer steps of all jobs, each at the median step of one job alone, of batch size 1 and rank 8.
-It leaves out compilation, scores and exports, and no step of these jobs is shorter, so that it is a lower estimate.
+Sequential time: the optimizer steps of all jobs, each at the median step of one job alone (`alone`), of batch size 1
+and rank 8. It leaves out compilation, scores and exports, and no step of these jobs is shorter, so that it is a lower
+estimate.
 """
 
 import json
@@ -50,6 +52,7 @@ DEFAULT = {
     "scheduler": "linear",
     "warmup_ratio": 0.0,
 }
+PARTS = ("sweep", "alone", "seeds")  # of all tasks what matters most, then the rest
 MORE_SEEDS = [1, 2]
 ALONE_STEPS = 64
 SPLIT_SEED = 0
@@ -137,11 +140,6 @@ def listed(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: row[name] for name in DEFAULT}
 
 
-def sequential_s(jobs: Sequence[Mapping[str, Any]], step_s: float) -> float:
-    """Return the seconds that jobs take one after another, in optimizer steps of so long each."""
-    return step_s * sum(job["steps"] for job in jobs)
-
-
 class Tested:
     """Score adapters on the test rows of one task."""
 
@@ -190,10 +188,11 @@ class Experiment:
         """Train all configurations and the defaults; score base, defaults and winner on the test rows."""
         args = self.study.args
         jobs = [*drawn(args.configurations, args.search_seed), DEFAULT]
-        found = self.study.sweep(f"{self.task.name}/sweep", sections(self.task, self.data, jobs))
+        more = {"slots": args.slots} if args.slots else {}
+        found = self.study.sweep(f"{self.task.name}/sweep", sections(self.task, self.data, jobs, **more))
         [default] = [row for row in found.jobs if is_default(row)]
         ranked = [row for row in found.jobs if not is_default(row)]
-        self.winner, self.ranked = ranked[0], ranked
+        self.winner = ranked[0]
         packs = json.loads((found.path / "plan.json").read_text())["packs"]
         self.out |= {
             "winner": listed(self.winner) | {"job_id": self.winner["job_id"]},
@@ -230,9 +229,13 @@ class Experiment:
         whole["train"] = {name: value for name, value in TRAIN.items() if name != "epochs"}
         found = self.study.sweep(f"{self.task.name}/alone", whole)
         worker = json.loads((found.path / "workers" / "0.json").read_text())
-        seconds = sequential_s(self.ranked, worker["step_ms"] / 1e3)
-        self.out["alone"] = {"step_ms": worker["step_ms"], "sequential_s": round(seconds, 1)}
-        self.out["alone"]["times_sweep"] = seconds / self.out["seconds"]
+        self.out["alone"] = {"step_ms": worker["step_ms"]}
+        if "steps" in self.out:
+            seconds = self.out["steps"] * worker["step_ms"] / 1e3
+            self.out["alone"] |= {
+                "sequential_s": round(seconds, 1),
+                "times_sweep": seconds / self.out["seconds"],
+            }
 
     def seeds(self) -> None:
         """Train winner and defaults with more seeds, and score these on the test rows too."""
@@ -276,6 +279,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--tasks", type=Path, required=True, metavar="DIR", help="where the tasks' files are"
     )
     options.add_argument("--only", nargs="+", choices=[task.name for task in TASKS], metavar="TASK")
+    options.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART")
+    options.add_argument("--slots", type=int, metavar="N", help="most jobs of a pack (default: as planned)")
     for flag, default in (
         ("configurations", 120),
         ("search-seed", 0),
@@ -298,7 +303,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.only is None or task.name in args.only:
             tasks[task.name] = {}
             experiments.append(Experiment(study, task, tasks[task.name]))
-    for what in ("sweep", "alone", "seeds"):  # of all tasks what matters most, then the rest
+    for what in (part for part in PARTS if part in args.parts):
         for experiment in experiments:
             study.part(f"{experiment.task.name}, {what}", getattr(experiment, what))
     return finish(study, as_table(tasks))
