@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from plora_jax.models.config import SOURCES, ModelConfig
+from plora_jax.training.compiled import Options, quick_options
 
 WORK = 4e12  # FLOP of one timed call, so that its launch does not count
 
@@ -52,8 +53,10 @@ def measure_ceiling(
         pairs = (("td,df->tf", keys[1], d_in, w), ("tf,df->td", keys[2], d_out, w))
         if kind != dtype:
             pairs = (("td,fd->tf", keys[1], d_in, w.reshape(copies, d_out, d_in)), pairs[1])
+        options = quick_options() if kind != dtype else ()  # as the step on such a base is compiled
         each = [
-            _seconds(partial(_products, spec, dtype), draw(key, (rows, size)).astype(kind), weights) / copies
+            _seconds(partial(_products, spec, dtype), draw(key, (rows, size)).astype(kind), weights, options)
+            / copies
             for spec, key, size, weights in pairs
         ]
         products[name] = [one / s / 1e12 for s in each]
@@ -67,8 +70,10 @@ def _products(spec: str, dtype: Any, x: Array, w: Array) -> Array:
     return jax.lax.scan(lambda _, one: (product(one), None), product(w[0]), w[1:])[0]
 
 
-def _seconds(function: Callable[[Array, Array], Array], x: Array, w: Array, calls: int = 3) -> float:
-    run = jax.jit(function)
+def _seconds(
+    function: Callable[[Array, Array], Array], x: Array, w: Array, options: Options = (), calls: int = 3
+) -> float:
+    run = jax.jit(function, compiler_options=dict(options))
     jax.block_until_ready(run(x, w))
     times = []
     for _ in range(3):
