@@ -10,7 +10,8 @@ from planner.memory import MemoryModel, StepShape, step_memory
 from planner.plan import Assign, Pack, Plan
 from planner.render import render_plan
 from planner.signature import Signature, fits, signature_of
-from planner.simulate import World, asha_stops, expected_makespan, simulate
+from planner.rungs import Rungs, rest, state_bytes
+from planner.simulate import Ladder, World, asha_stops, expected_makespan, simulate, stretch
 from planner.specs import JobSpec, ModelShape, decoder_shape, rank_bucket
 from planner.svg import gantt_svg
 from planner.time import CostModel, StepCost, cost_model
@@ -22,12 +23,14 @@ __all__ = [
     "Devices",
     "Effort",
     "JobSpec",
+    "Ladder",
     "MemoryModel",
     "ModelShape",
     "Options",
     "Pack",
     "Plan",
     "PlanError",
+    "Rungs",
     "Signature",
     "StepCost",
     "StepShape",
@@ -48,7 +51,10 @@ __all__ = [
     "rank_bucket",
     "read_memory_points",
     "render_plan",
+    "rest",
     "signature_of",
     "simulate",
+    "state_bytes",
     "step_memory",
+    "stretch",
 ]

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from planner.baselines import baselines
 from planner.build import build_plan
@@ -14,8 +14,8 @@ from planner.ours import FEW, Effort, bounds, ours
 from planner.placed import Placed, place
 from planner.plan import Pack, Plan
 from planner.published import Published
+from planner.rungs import Ladders, Rungs, with_early_stop
 from planner.signature import POLICIES
-from planner.simulate import Stop, expected_makespan
 from planner.specs import JobSpec, ModelShape, check_jobs
 from planner.time import CostModel
 from planner.time import cost_model as shipped_cost_model
@@ -30,7 +30,8 @@ class Options:
 
     `max_slots` bounds J, `policies` the recompute policies. `effort` counts tries; None takes what a few
     seconds allow for the size. `wall_s` ends the search early, as a safety: such a plan says `truncated` and
-    may differ between machines. `early_stop` adds the expected makespan under stopping, simulated.
+    may differ between machines. `early_stop` names the rungs of every job: the plan then tells its expected end,
+    simulated, and is made rung by rung where that is expected to end earlier, or where `by_rung` says so.
     """
 
     max_slots: int = 256
@@ -38,7 +39,8 @@ class Options:
     effort: Effort | None = None
     baselines: bool = True
     published: bool = True
-    early_stop: Stop | None = None
+    early_stop: Ladders | None = None
+    by_rung: bool | None = None
     wall_s: float = 600.0
 
 
@@ -104,7 +106,9 @@ def make_plan(
     if options.early_stop is None:
         return plan
     specs = {job.job_id: job for job in kept}
-    return replace(plan, expected_s=expected_makespan(plan, specs, options.early_stop))
+    ladders, slots, policies = options.early_stop, options.max_slots, options.policies
+    rungs = Rungs(specs, shape, devices, precision, cost, ladders, slots, policies)
+    return with_early_stop(plan, rungs, effort, options.by_rung)
 
 
 def _with_baselines(

@@ -6,6 +6,7 @@ configuration LP is built as text-book constraints in cvxpy and solved at the cl
 """
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 from planner.check_bound import can_finish
@@ -33,9 +34,12 @@ def check_plan(
     time, micro-steps, spans and makespan; memory against prediction and limit; with `bound`, that no plan
     could finish 0.2 % sooner than the claimed lower bound by the argument that the plan names.
     """
-    spec = {job.job_id: job for job in jobs}
-    faults = _once(plan, spec) + _devices(plan, devices)
+    whole = {job.job_id: job for job in jobs}
+    by_rung = {rung: _at_rung(plan, whole, shape, rung) for rung in {pack.rung for pack in plan.packs}}
+    faults = [fault for rung in by_rung for fault in _once(plan, rung, by_rung[rung])]
+    faults += _devices(plan, devices) + _order(plan)
     for n, pack in enumerate(plan.packs):
+        spec = by_rung[pack.rung]
         here = [spec[job_id] for job_id in pack.jobs if job_id in spec]
         faults += [f"pack {n}: {fault}" for fault in _program(pack, here)]
         faults += [f"pack {n}: {fault}" for fault in _times(pack, spec, shape, plan.precision, cost)]
@@ -43,17 +47,56 @@ def check_plan(
     last = max((a.end_s for pack in plan.packs for a in pack.assign), default=0.0)
     if not math.isclose(last, plan.makespan_s, rel_tol=TOLERANCE):
         faults.append(f"the last job ends at {last}, the plan says {plan.makespan_s}")
-    if plan.lower_bound_s > plan.makespan_s * (1 + TOLERANCE):
+    staged = plan.packs and plan.packs[0].rung is not None  # the bound is one on plans of whole jobs
+    if not staged and plan.lower_bound_s > plan.makespan_s * (1 + TOLERANCE):
         faults.append(f"the lower bound {plan.lower_bound_s} is above the makespan {plan.makespan_s}")
     if bound and not faults:
         faults += _bound(plan, jobs, shape, devices, cost)
     return faults
 
 
-def _once(plan: Plan, spec: dict[str, JobSpec]) -> list[str]:
-    given = [a.job_id for pack in plan.packs for a in pack.assign]
-    faults = [f"job {job} is planned {given.count(job)} times" for job in spec if given.count(job) != 1]
-    return faults + [f"job {job} was never asked for" for job in set(given) - set(spec)]
+def _at_rung(
+    plan: Plan, whole: dict[str, JobSpec], shape: ModelShape, rung: int | None
+) -> dict[str, JobSpec]:
+    """Return the jobs as they are at a rung: the rows to the next one, and the state that is read and written."""
+    if rung is None:
+        return whole
+    spec = {}
+    for job_id, job in whole.items():
+        steps = math.ceil(job.rows / job.batch_size)
+        ends = {math.ceil(share * steps - 1e-9) for share in plan.jobs[job_id]["rungs"]} | {steps}
+        borders = [0, *sorted(end for end in ends if end > 0)]
+        if rung + 1 < len(borders):
+            first, last = (min(job.rows, step * job.batch_size) for step in borders[rung : rung + 2])
+            moments = {"adamw": 2, "sgd": 1}[job.optimizer]
+            params = shape.n_layers * job.rank
+            params *= sum(i + o for name, i, o in shape.sites if job.targets is None or name in job.targets)
+            moves = (rung > 0) + (rung + 2 < len(borders))
+            spec[job_id] = replace(
+                job,
+                rows=last - first,
+                data=f"{job.data} from row {first}" if first else job.data,
+                state_bytes=4 * (1 + moments) * params * moves,
+            )
+    return spec
+
+
+def _once(plan: Plan, rung: int | None, spec: dict[str, JobSpec]) -> list[str]:
+    given = [a.job_id for pack in plan.packs if pack.rung == rung for a in pack.assign]
+    where = "" if rung is None else f" at rung {rung}"
+    faults = [
+        f"job {job} is planned {given.count(job)} times{where}" for job in spec if given.count(job) != 1
+    ]
+    return faults + [f"job {job} was never asked for{where}" for job in set(given) - set(spec)]
+
+
+def _order(plan: Plan) -> list[str]:
+    faults = []
+    for n, pack in enumerate(plan.packs):
+        before = [one.end_s for one in plan.packs if (one.rung or 0) < (pack.rung or 0)]
+        if before and pack.start_s < max(before) * (1 - TOLERANCE):
+            faults.append(f"pack {n} begins before the rung ahead of it has ended")
+    return faults
 
 
 def _overlap(spans: list[tuple[float, float]]) -> bool:
@@ -118,7 +161,7 @@ def _times(
     scoring = 0.0
     for job in here:
         _, c, _, _ = coefficients(shape, cost, pack.degree, "none", precision, job.row_tokens, job.targets)
-        scoring += cost.export_s + c * job.eval_tokens / 2
+        scoring += cost.export_s + c * job.eval_tokens / 2 + job.state_bytes / cost.state_bytes_s
     end = pack.start_s + pack.setup_s + longest_slot * step + scoring
     if not math.isclose(end, pack.end_s, rel_tol=TOLERANCE):
         faults.append(f"it ends at {end} s, the plan says {pack.end_s}")

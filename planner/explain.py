@@ -7,6 +7,7 @@ from planner.instance import Instance
 from planner.plan import Pack, Plan
 from planner.render import device_range, duration
 from planner.signature import batch_divisor, divisors
+from planner.simulate import Ladder, stretch
 from planner.specs import JobSpec, ModelShape, check_jobs
 from planner.time import CostModel
 from planner.time import cost_model as shipped_cost_model
@@ -25,10 +26,20 @@ def explain_plan(
     """Return sentences on every pack of a plan: why this J and this m, and what limits them (`--explain`)."""
     kept, _ = check_jobs(list(jobs), shape)
     cost = cost_model or shipped_cost_model(devices.spec)
+    lines, rung, done = [_bound(plan), *_rungs(plan)], None, dict.fromkeys(plan.jobs, 0.0)
     instance = Instance(kept, shape, devices, plan.precision, cost)
     spec = {job.job_id: job for job in instance.jobs}
-    lines = [_bound(plan)]
     for n, pack in enumerate(plan.packs):
+        if pack.rung != rung:
+            rung = pack.rung
+            parts = {
+                job.job_id: stretch(job, Ladder(1, tuple(plan.jobs[job.job_id]["rungs"])), done[job.job_id])
+                for job in kept
+                if done[job.job_id] < 1
+            }
+            spec = {name: part for name, (part, _) in parts.items()}
+            done |= {name: end for name, (_, end) in parts.items()}
+            instance = Instance(list(spec.values()), shape, devices, plan.precision, cost)
         here = [spec[job_id] for job_id in pack.jobs]
         where = f"pack {n} (devices {device_range(pack.devices)}, {len(here)} jobs)"
         lines.append(f"{where}: J = {pack.J}: {why_slots(instance, pack, here)}.")
@@ -36,6 +47,18 @@ def explain_plan(
         if pack.policy != "none":
             lines.append(f"{where}: {_why_policy(instance, pack, here)}.")
     return "\n".join(lines)
+
+
+def _rungs(plan: Plan) -> list[str]:
+    if plan.whole is None or plan.expected_s is None:
+        return []
+    return [
+        f"planned rung by rung: at each rung all jobs wait, and those that go on are planned anew, with packs of "
+        f"their own number and length; {duration(plan.expected_s)} expected, where whole jobs, whose packs run on "
+        f"with empty slots, would take {duration(plan.whole['expected_s'])} (both simulated with the same stops; "
+        f"{duration(plan.makespan_s)} and {duration(plan.whole['makespan_s'])} if none stops). The packs after "
+        "rung 0 are those of that case alone."
+    ]
 
 
 def _bound(plan: Plan) -> str:

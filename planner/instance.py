@@ -241,7 +241,7 @@ class Instance:
             cost = self.cost.step_cost(
                 self.shape, degree, "none", self.precision, job.row_tokens, job.targets
             )
-            self.cache[key] = self.cost.eval_seconds(cost, job.eval_tokens)
+            self.cache[key] = self.cost.eval_seconds(cost, job.eval_tokens, job.state_bytes)
         return self.cache[key]
 
     def load_seconds(self, degree: int) -> float:

@@ -42,6 +42,7 @@ class Pack:
     setup_s: float  # loading the base and compiling, before the first step
     memory_bytes: int
     memory_limit_bytes: int
+    rung: int | None = None  # which stretch of its jobs it trains, in a plan rung by rung; None: whole jobs
 
     @property
     def J(self) -> int:
@@ -80,6 +81,7 @@ class Plan:
         default_factory=dict
     )  # of jobs, which prove a bound of the kind `groups`
     expected_s: float | None = None  # with early stopping: simulated mean; makespan_s is then an upper bound
+    whole: dict[str, float] | None = None  # of a plan rung by rung: makespan_s and expected_s of whole jobs
 
     @property
     def gap(self) -> float:

@@ -46,6 +46,11 @@ def summary(plan: Plan) -> list[str]:
         lines.append(
             f"with early stopping {duration(plan.expected_s)} expected (simulated); the makespan has no stops"
         )
+    if plan.whole is not None:
+        lines.append(
+            f"planned rung by rung; as whole jobs {duration(plan.whole['expected_s'])} expected, "
+            f"{duration(plan.whole['makespan_s'])} without stops; the bound is one on whole jobs"
+        )
     known = {name: value for name, value in plan.baselines.items() if value is not None}
     if known:
         parts = [
@@ -58,8 +63,10 @@ def summary(plan: Plan) -> list[str]:
 
 def table(plan: Plan) -> list[str]:
     """Return one line a pack."""
+    by_rung = any(pack.rung is not None for pack in plan.packs)
     head = (
         "pack",
+        *(["rung"] if by_rung else []),
         "devices",
         "jobs",
         "J",
@@ -78,7 +85,7 @@ def table(plan: Plan) -> list[str]:
         share = 100 * pack.memory_bytes / pack.memory_limit_bytes
         rows.append(
             (
-                str(n), device_range(pack.devices), str(len(pack.jobs)), str(pack.J), str(pack.m),
+                str(n), *([str(pack.rung)] if by_rung else []), device_range(pack.devices), str(len(pack.jobs)), str(pack.J), str(pack.m),
                 str(max(pack.slots)), str(max(pack.length_buckets)), pack.policy,
                 f"{1000 * pack.step_s:.0f} ms", str(pack.steps), duration(pack.start_s), duration(pack.end_s),
                 f"{pack.memory_bytes / 2**30:.1f}/{pack.memory_limit_bytes / 2**30:.1f} GiB ({share:.0f} %)",

@@ -2,19 +2,51 @@
 
 Without noise and events it replays the plan to its predicted makespan. Each device group runs its packs in
 order; in a pack all slots take steps together, a job's end pauses the pack for scoring, and its slot takes
-the next job.
+the next job. A plan rung by rung is replayed as it is run: once the packs of a rung have ended, those jobs that
+pass are planned again (`replan`), or go on in the packs that the plan holds for them.
 """
 
 import heapq
+import math
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from planner.plan import Pack, Plan
 from planner.signature import Signature, fits
 from planner.specs import JobSpec
 
 Stop = Callable[[JobSpec, random.Random], float]  # the share of its steps after which a job stops
+# plans jobs, given with the share of their steps that is done, as the packs of a rung
+Replan = Callable[[Mapping[str, float], int], Sequence[Pack]]
+CLOSE = 1e-9  # a share this close to a rung has reached it
+PAYS_AFTER = 200  # micro-steps that earn back what compiling the step for fewer slots costs
+
+
+class Ladder(NamedTuple):
+    """Name the rungs of a job, shares of its steps in (0, 1), rising, each passed by one job in `eta`."""
+
+    eta: int = 3
+    rungs: tuple[float, ...] = (1 / 9, 1 / 3)
+
+
+def stretch(job: JobSpec, ladder: Ladder, done: float) -> tuple[JobSpec, float]:
+    """Return what is left of a job to its next rung as a job, and the share of the whole at which that ends.
+
+    A rung falls on the first optimizer step at or past it. Jobs that stand at other rows see rows of other lengths
+    side by side, so they count as jobs on other data.
+    """
+    steps = -(-job.rows // job.batch_size)
+
+    def step(share: float) -> int:
+        return min(steps, max(1, math.ceil(share * steps - CLOSE)))
+
+    begin = step(done) if done > 0 else 0
+    end = next((at for at in map(step, ladder.rungs) if at > begin), steps)
+    first, last = begin * job.batch_size, min(job.rows, end * job.batch_size)
+    data = f"{job.data} from row {first}" if first else job.data
+    return replace(job, rows=max(1, last - first), data=data), end / steps
 
 
 @dataclass(frozen=True)
@@ -24,7 +56,9 @@ class World:
     `stop` returns the share of a job's steps that it runs; `fail` is the chance that a job dies, at a uniform
     share of its steps; `crash_s` is the mean time between crashes of a group, each of which costs
     `recover_s`; `arrivals` are jobs that come at a time in seconds; with `refill` an idle slot takes any
-    waiting job that fits.
+    waiting job that fits. `ladders` names the rungs at which a job is scored besides its end. `smaller` returns
+    the seconds of a pack's step with fewer slots: a pack is then compiled again, in `compile_s`, once half its slots
+    or fewer are used.
     """
 
     noise: float = 0.0
@@ -34,6 +68,9 @@ class World:
     recover_s: float = 60.0
     arrivals: tuple[tuple[float, JobSpec], ...] = ()
     refill: bool = True
+    ladders: Callable[[JobSpec], Ladder] | None = None
+    smaller: Callable[[Pack, int], float] | None = None
+    compile_s: float = 0.0
 
 
 @dataclass
@@ -48,16 +85,22 @@ class Outcome:
     left: list[str] = field(default_factory=list)  # late jobs that fitted no pack
 
 
-def asha_stops(eta: int = 3, rungs: Sequence[float] = (1 / 9, 1 / 3)) -> Stop:
-    """Return early stopping as in ASHA, scores being unknown beforehand: 1/eta pass each rung."""
+def ladder_stops(ladders: Callable[[JobSpec], Ladder]) -> Stop:
+    """Return early stopping by successive halving, scores being unknown beforehand: 1/eta pass each rung."""
 
-    def stop(_job: JobSpec, rng: random.Random) -> float:
-        for rung in rungs:
-            if rng.random() >= 1 / eta:
+    def stop(job: JobSpec, rng: random.Random) -> float:
+        ladder = ladders(job)
+        for rung in ladder.rungs:
+            if rng.random() >= 1 / ladder.eta:
                 return rung
         return 1.0
 
     return stop
+
+
+def asha_stops(eta: int = 3, rungs: Sequence[float] = (1 / 9, 1 / 3)) -> Stop:
+    """Return the early stopping of one ladder for all jobs."""
+    return ladder_stops(lambda _: Ladder(eta, tuple(rungs)))
 
 
 def signature(pack: Pack, jobs: Sequence[JobSpec], precision: str) -> Signature:
@@ -78,28 +121,46 @@ def signature(pack: Pack, jobs: Sequence[JobSpec], precision: str) -> Signature:
     )
 
 
+class Fate(NamedTuple):
+    """Say how a job ends: after which share of its steps, in what way, scored how often."""
+
+    share: float = 1.0
+    how: str = "completed"
+    scorings: int = 1
+
+
+def _fates(specs: Mapping[str, JobSpec], world: World, rng: random.Random) -> dict[str, Fate]:
+    fates = {}
+    for job_id in sorted(specs):
+        job, share, how = specs[job_id], 1.0, "completed"
+        if world.stop is not None and (s := world.stop(job, rng)) < 1:
+            share, how = s, "stopped"
+        if rng.random() < world.fail:
+            share, how = rng.random() * share, "failed"
+        passed = sum(rung < share - CLOSE for rung in world.ladders(job).rungs) if world.ladders else 0
+        fates[job_id] = Fate(share, how, 1 + passed)
+    return fates
+
+
 class _Run:
     """Hold one simulation in progress: the clock of every group, the packs to come, jobs that wait."""
 
-    def __init__(self, plan: Plan, specs: dict[str, JobSpec], world: World, seed: int) -> None:
-        self.plan, self.specs, self.world = plan, dict(specs), world
-        self.rng = random.Random(seed)
+    def __init__(
+        self,
+        packs: Sequence[Pack],
+        precision: str,
+        specs: Mapping[str, JobSpec],
+        world: World,
+        rng: random.Random,
+        fate: Mapping[str, Fate],
+    ) -> None:
+        self.packs, self.precision, self.specs = packs, precision, dict(specs)
+        self.world, self.rng, self.fate = world, rng, fate
         self.outcome = Outcome()
         self.taken: set[str] = set()
-        self.fate: dict[str, tuple[float, str]] = {}
-        self.late = sorted(
-            ((t, job) for t, job in world.arrivals), key=lambda item: (item[0], item[1].job_id)
-        )
-        for _, job in self.late:
-            self.specs[job.job_id] = job
-        for job_id in sorted(self.specs):
-            share, how = 1.0, "completed"
-            if world.stop is not None and (s := world.stop(self.specs[job_id], self.rng)) < 1:
-                share, how = s, "stopped"
-            if self.rng.random() < world.fail:
-                share, how = self.rng.random() * share, "failed"
-            self.fate[job_id] = (share, how)
-        self.queues = {id(pack): _slot_queues(pack) for pack in plan.packs}
+        self.unbegun = {id(pack) for pack in packs}
+        self.late = sorted(world.arrivals, key=lambda item: (item[0], item[1].job_id))
+        self.queues = {id(pack): _slot_queues(pack) for pack in packs}
 
     def next_job(
         self, pack: Pack, slot: int, clock: float, own: Signature, horizon: int
@@ -122,7 +183,7 @@ class _Run:
                 del self.late[n]
                 self.outcome.refills += 1
                 return job.job_id, 0.0
-        for other in self.plan.packs:
+        for other in self.packs:
             for queue in self.queues[id(other)]:
                 for n, (job_id, scoring) in enumerate(queue):
                     job = self.specs[job_id]
@@ -148,11 +209,12 @@ class _Run:
 
     def run_pack(self, pack: Pack, clock: float) -> Iterator[float]:
         """Run one pack from `clock`; yield the time at each event, last when it ends."""
+        self.unbegun.discard(id(pack))
         if all(job_id in self.taken for job_id in pack.jobs):
             yield clock
             return
-        own = signature(pack, [self.specs[j] for j in pack.jobs], self.plan.precision)
-        clock += pack.setup_s
+        own = signature(pack, [self.specs[j] for j in pack.jobs], self.precision)
+        clock, step_s, slots = clock + pack.setup_s, pack.step_s, pack.J
         busy: dict[int, tuple[str, int, float]] = {}  # slot -> job, steps left, scoring
         idle = list(range(pack.J))
         while True:
@@ -164,29 +226,53 @@ class _Run:
                     continue
                 job_id, scoring = found
                 self.taken.add(job_id)
-                steps = -(-self.specs[job_id].rows // pack.m)
-                busy[slot] = (job_id, max(1, round(steps * self.fate[job_id][0])), scoring)
+                steps, fate = -(-self.specs[job_id].rows // pack.m), self.fate[job_id]
+                busy[slot] = (job_id, max(1, round(steps * fate.share)), scoring * fate.scorings)
                 idle.remove(slot)
             if not busy:
                 return
+            fewer = 1 << (len(busy) - 1).bit_length()
+            most = max(left for _, left, _ in busy.values())
+            if self.world.smaller and not self.unbegun and fewer <= slots // 2 and most >= PAYS_AFTER:
+                slots, idle = fewer, idle[: fewer - len(busy)]
+                step_s = self.world.smaller(pack, slots)
+                clock += self.world.compile_s
             steps = min(left for _, left, _ in busy.values())
-            clock += self.stretch(steps, pack.step_s)
+            clock += self.stretch(steps, step_s)
             for slot in sorted(busy):
                 job_id, left, scoring = busy[slot]
                 if left > steps:
                     busy[slot] = (job_id, left - steps, scoring)
                     continue
                 clock += scoring
-                self.outcome.ended[job_id], self.outcome.how[job_id] = clock, self.fate[job_id][1]
+                self.outcome.ended[job_id], self.outcome.how[job_id] = clock, self.fate[job_id].how
                 del busy[slot]
                 idle.append(slot)
             idle.sort()
 
 
-def simulate(plan: Plan, specs: dict[str, JobSpec], world: World | None = None, seed: int = 0) -> Outcome:
-    """Run a plan in a world; `specs` maps every job id of the plan to its job."""
-    run = _Run(plan, specs, world or World(), seed)
-    packs = sorted(plan.packs, key=lambda pack: (pack.start_s, pack.devices))
+def simulate(
+    plan: Plan,
+    specs: dict[str, JobSpec],
+    world: World | None = None,
+    seed: int = 0,
+    replan: Replan | None = None,
+) -> Outcome:
+    """Run a plan in a world; `specs` maps every job id of the plan to its job.
+
+    A plan rung by rung asks `replan` at every rung; without it jobs go on in the packs of the plan.
+    """
+    world, rng = world or World(), random.Random(seed)
+    everyone = specs | {job.job_id: job for _, job in world.arrivals}
+    fates = _fates(everyone, world, rng)
+    if plan.packs and plan.packs[0].rung is not None:
+        return _climb(plan, everyone, world, rng, fates, replan)
+    return _run(_Run(plan.packs, plan.precision, everyone, world, rng, fates))
+
+
+def _run(run: _Run) -> Outcome:
+    """Let each device take one pack after another."""
+    packs = sorted(run.packs, key=lambda pack: (pack.start_s, pack.devices))
     before = [  # the packs that must end first: the last one on each device
         {max((q for q in range(p) if device in packs[q].devices), default=-1) for device in packs[p].devices}
         - {-1}
@@ -210,6 +296,56 @@ def simulate(plan: Plan, specs: dict[str, JobSpec], world: World | None = None, 
     run.outcome.makespan_s = max(run.outcome.ended.values(), default=0.0)
     run.outcome.left = [job.job_id for _, job in run.late]
     return run.outcome
+
+
+def _climb(
+    plan: Plan,
+    specs: Mapping[str, JobSpec],
+    world: World,
+    rng: random.Random,
+    fates: Mapping[str, Fate],
+    replan: Replan | None,
+) -> Outcome:
+    """Run the packs of one rung after another; jobs that came meanwhile are planned with those that pass."""
+    calm = replace(world, arrivals=())
+    late = sorted(world.arrivals, key=lambda item: (item[0], item[1].job_id))
+    whole, rung, clock = Outcome(), 0, 0.0
+    done = {job_id: 0.0 for pack in plan.packs if pack.rung == 0 for job_id in pack.jobs}
+    packs = [pack for pack in plan.packs if pack.rung == 0]
+    while packs:
+        here, fate, ends = {}, {}, {}
+        for job_id, begin in done.items():
+            ladder = Ladder(1, tuple(plan.jobs[job_id]["rungs"])) if job_id in plan.jobs else Ladder(1, ())
+            here[job_id], ends[job_id] = stretch(specs[job_id], ladder, begin)
+            share, how, _ = fates[job_id]
+            inside = (share - begin) / (ends[job_id] - begin)
+            fate[job_id] = Fate(min(1.0, max(0.0, inside)), how if inside <= 1 + CLOSE and how != "completed" else "")
+        found = _run(_Run(packs, plan.precision, here, calm, rng, fate))
+        done = {}
+        for job_id, at in found.ended.items():
+            if found.how[job_id] or ends[job_id] >= 1:
+                whole.ended[job_id], whole.how[job_id] = clock + at, found.how[job_id] or "completed"
+            else:
+                done[job_id] = ends[job_id]
+        whole.refills, whole.crashes = whole.refills + found.refills, whole.crashes + found.crashes
+        clock, rung = clock + found.makespan_s, rung + 1
+        if replan and late and not done:
+            clock = max(clock, late[0][0])
+        while replan and late and late[0][0] <= clock:
+            done[late.pop(0)[1].job_id] = 0.0
+        if replan:
+            packs = list(replan(done, rung)) if done else []
+        else:
+            packs = [kept for pack in plan.packs if pack.rung == rung and (kept := _without(pack, done)).jobs]
+    whole.makespan_s = max(whole.ended.values(), default=0.0)
+    whole.left = [job.job_id for _, job in late]
+    return whole
+
+
+def _without(pack: Pack, going: Mapping[str, float]) -> Pack:
+    """Return a pack with those of its jobs alone that go on."""
+    assign = tuple(a for a in pack.assign if a.job_id in going)
+    return replace(pack, jobs=tuple(a.job_id for a in assign), assign=assign)
 
 
 def expected_makespan(plan: Plan, specs: dict[str, JobSpec], stop: Stop, draws: int = 20) -> float:

@@ -80,7 +80,8 @@ class JobSpec:
     `rows` counts training examples × epochs (or steps × batch size); `row_tokens` is the mean number of real
     tokens of a row and sets the time; `max_row_tokens` is the longest length bucket and sets the memory;
     `data` names data set and order: jobs with equal `data` see equal lengths and waste nothing in one pack;
-    `accumulate` says that gradients are summed over micro-steps even where one holds a whole batch.
+    `accumulate` says that gradients are summed over micro-steps even where one holds a whole batch;
+    `state_bytes` are read before or written after it, where it goes on from or to another pack.
     """
 
     job_id: str
@@ -95,12 +96,14 @@ class JobSpec:
     optimizer: str = "adamw"
     eval_tokens: int = 0
     accumulate: bool = False
+    state_bytes: int = 0
 
     def __post_init__(self) -> None:
         checks = {
             "rank": (self.rank, 1, 4096), "batch_size": (self.batch_size, 1, 65_536),
             "rows": (self.rows, 1, 10**12), "row_tokens": (self.row_tokens, 1, 2**24),
             "max_row_tokens": (self.max_row_tokens, 1, 2**24), "eval_tokens": (self.eval_tokens, 0, 10**15),
+            "state_bytes": (self.state_bytes, 0, 10**15),
         }  # fmt: skip
         for name, (value, low, high) in checks.items():
             if not (math.isfinite(value) and low <= value <= high):
@@ -133,7 +136,7 @@ class JobSpec:
         targets = None if self.targets is None else tuple(sorted(self.targets))
         return (
             self.data, self.row_tokens, self.max_row_tokens, self.bucket, self.batch_size, self.rows,
-            targets, self.has_dropout, self.optimizer, self.eval_tokens, self.accumulate,
+            targets, self.has_dropout, self.optimizer, self.eval_tokens, self.accumulate, self.state_bytes,
         )  # fmt: skip
 
 

@@ -40,9 +40,9 @@ class CostModel:
 
     `flops` and `adapter_flops` are sustained FLOP/s on frozen products and on adapters; `bandwidth` is in
     bytes/s; `layer_s` is the part of a step that no token pays for, per layer; `scaling[d]` is the efficiency
-    of d devices; `recompute[policy]` multiplies the time of frozen products. `launch_s` is the least time of
-    a baseline's step for 28 layers and `baseline_rate` its throughput as a share of ours (paper and hardware
-    figures, see docs). `fitted` maps "model/degree/policy/precision" to [t0, c, a0, a1] and wins over the
+    of d devices; `recompute[policy]` multiplies the time of frozen products. `state_bytes_s` is in bytes/s, to
+    and from the disk that jobs wait on between two packs. `launch_s` is the least time of a baseline's step for
+    28 layers and `baseline_rate` its throughput as a share of ours (paper and hardware figures, see docs). `fitted` maps "model/degree/policy/precision" to [t0, c, a0, a1] and wins over the
     formula.
     """
 
@@ -58,6 +58,7 @@ class CostModel:
     recompute: dict[str, float] = field(default_factory=lambda: {"none": 1.0, "dots": 1.0, "layer": 1.2})
     load_bytes_s: float = 2e9
     load_s: float = 3.0
+    state_bytes_s: float = 1e9
     compile_s: float = 30.0
     export_s: float = 0.3
     launch_s: float = 0.15
@@ -95,7 +96,7 @@ class CostModel:
             model = CostModel(**raw, memory=memory)
         except TypeError as error:
             raise PlanError(f"{where}: {error}") from None
-        for name in ("flops", "adapter_flops", "bandwidth", "load_bytes_s", "baseline_rate"):
+        for name in ("flops", "adapter_flops", "bandwidth", "load_bytes_s", "state_bytes_s", "baseline_rate"):
             value = getattr(model, name)
             if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
                 raise PlanError(f"{where}: {name} is {value!r}; a positive number is needed")
@@ -182,9 +183,11 @@ class CostModel:
         weights = shape.linear_params * PRECISION_BYTES[precision] + shape.embedding_params * 2
         return self.load_s + weights / degree / self.load_bytes_s
 
-    def eval_seconds(self, cost: StepCost, tokens: int) -> float:
-        """Return the time to score a job: a forward pass, half of a training token each, and the export."""
-        return self.export_s + 0.5 * cost.c * tokens
+    def eval_seconds(self, cost: StepCost, tokens: int, state_bytes: int = 0) -> float:
+        """Return the time to score a job: a forward pass, half of a training token each, the export, and what it
+        moves of its state.
+        """
+        return self.export_s + 0.5 * cost.c * tokens + state_bytes / self.state_bytes_s
 
 
 def cost_model(spec: DeviceSpec) -> CostModel:

@@ -129,11 +129,12 @@ def pad_adapter(
 ) -> Adapter:
     """Return the adapter at rank `bucket` over exactly `sites`; new rows, columns and sites are zero."""
     shapes = {site.name: site for site in config.sites}
+    dtype = np.result_type(np.float32, *[factors.a.dtype for factors in adapter.values()])
     out = {}
     for name in sites:
         site = shapes[name]
-        a = np.zeros((config.n_layers, bucket, site.d_in), np.float32)
-        b = np.zeros((config.n_layers, site.d_out, bucket), np.float32)
+        a = np.zeros((config.n_layers, bucket, site.d_in), dtype)
+        b = np.zeros((config.n_layers, site.d_out, bucket), dtype)
         if name in adapter:
             r = adapter[name].a.shape[1]
             a[:, :r], b[:, :, :r] = adapter[name].a, adapter[name].b

@@ -128,22 +128,40 @@ def empty_pack(config: ModelConfig, spec: PackSpec, dtype: Any = jnp.float32) ->
     return jax.vmap(slot, out_axes=job_axes(spec))(jnp.arange(spec.slots))
 
 
-@lru_cache(maxsize=32)
-def make_load_slot(spec: PackSpec) -> Callable[[PackState, int, Adapter, dict[str, Array], Hyper], PackState]:
-    """Return `load(state, slot, weights, scales, hyper)`: put a job into a slot, with zero optimizer state.
+class Progress(NamedTuple):
+    """Hold what a job that goes on brings into a slot beside its weights; its gradients are those of a new batch."""
 
-    The slot's number is traced, so that filling and refilling any slot is one compiled program. `state` is donated.
+    optimizer: dict[str, Any]  # of its own kind of optimizer, padded as the weights are
+    step: int
+    skipped: int
+
+
+@lru_cache(maxsize=32)
+def make_load_slot(spec: PackSpec) -> Callable[..., PackState]:
+    """Return `load(state, slot, weights, scales, hyper, progress)`: put a job into a slot.
+
+    Without `progress` (None) it begins, with zero optimizer state. The slot's number is traced, so that filling and
+    refilling any slot is one compiled program. `state` is donated.
     """
     axes = job_axes(spec)
 
     @partial(jax.jit, donate_argnums=0)
     def load(
-        state: PackState, slot: Array, weights: Adapter, scales: dict[str, Array], h: Hyper
+        state: PackState,
+        slot: Array,
+        weights: Adapter,
+        scales: dict[str, Array],
+        h: Hyper,
+        progress: Progress | None = None,
     ) -> PackState:
-        def put(axis: int, stack: Array, value: Array) -> Array:
-            return jax.lax.dynamic_update_index_in_dim(stack, value.astype(stack.dtype), slot, axis)
+        def put(axis: int, stack: Array, value: Any) -> Array:
+            value = jnp.asarray(value, stack.dtype)
+            return jax.lax.dynamic_update_index_in_dim(stack, value, slot, axis)
 
         fresh = _slot_state(spec, weights, scales, h)
+        if progress is not None:
+            known = progress._asdict() | {"optimizer": fresh.optimizer | progress.optimizer}
+            fresh = fresh._replace(**known)
         return jax.tree.map(lambda axis, s, v: jax.tree.map(partial(put, axis), s, v), axes, state, fresh)
 
     return load

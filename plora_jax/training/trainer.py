@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from plora_jax.adapters import Adapter, Stack, unstack_adapter
+from plora_jax.adapters import Adapter, Factors, Stack, pad_adapter, ranks, unstack_adapter
 from plora_jax.data.examples import Examples
 from plora_jax.data.layout import Cursor, Slot
 from plora_jax.data.loader import PackLoader
@@ -17,9 +17,11 @@ from plora_jax.data.shapes import Shape
 from plora_jax.jobs import Job
 from plora_jax.models.decoder import Runtime
 from plora_jax.models.load import Base
+from plora_jax.training.optim import init_optimizer
 from plora_jax.training.step import (
     Metrics,
     PackSpec,
+    Progress,
     empty_pack,
     fresh_slot,
     job_axes,
@@ -48,6 +50,16 @@ class Work(NamedTuple):
     job: Job
     examples: Examples
     start: Adapter | None = None
+
+
+class Waiting(NamedTuple):
+    """Hold a job between two packs: its adapter and moments at its true rank, and a JSON-able description.
+
+    It is whole between two optimizer batches alone, when no gradient is summed. Nothing in it depends on the pack.
+    """
+
+    arrays: dict[str, Any]
+    meta: dict[str, Any]
 
 
 @dataclass
@@ -102,18 +114,42 @@ class Trainer:
         self._step = make_train_step(self.base, spec, self._runtime)
         self._load = make_load_slot(spec)
 
-    def put(self, j: int, work: Work | None) -> None:
-        """Start a job in slot j, or leave the slot empty.
+    def put(self, j: int, work: Work | None, waited: Waiting | None = None) -> None:
+        """Start a job in slot j, go on with one that has waited, or leave the slot empty.
 
         Raises:
           UserError: m does not divide the job's batch size, or its rows are longer than the pack's shapes.
         """
         slot = Slot.of(work.job, work.examples) if work else None
-        self._loader.set_slot(j, slot)
+        cursor = Cursor(*waited.meta["cursor"]) if waited else Cursor()
+        self._loader.set_slot(j, slot, cursor)
         self.running[j] = Running(work.job, slot.steps) if work and slot else None
         if work and slot:
-            fresh = fresh_slot(self.base.config, self.spec, work.job, slot.steps, work.start)
-            self.state = self._load(self.state, j, *fresh)
+            start, progress = work.start, None
+            if waited:
+                running = Running(**waited.meta["running"] | {"job": work.job})
+                self.running[j], start = running, waited.arrays["weights"]
+                progress = Progress(
+                    {work.job.optimizer: _each_adapter(self._pad, waited.arrays["optimizer"])},
+                    cursor.step,
+                    running.skipped,
+                )
+            fresh = fresh_slot(self.base.config, self.spec, work.job, slot.steps, start)
+            self.state = self._load(self.state, j, *fresh, progress)
+
+    def pause(self, j: int) -> Waiting:
+        """Return all that `put` needs to go on with slot j's job elsewhere; it must have just closed a batch."""
+        run, cursor = self.running[j], self._loader.cursors[j]
+        assert run and not cursor.taken and self._last is None
+        held = jax.device_get(_slot((self.state.weights, self.state.optimizer[run.job.optimizer]), j))
+        weights, moments = _each_adapter(
+            partial(unstack_adapter, self.base.config, run.job, slot=0), held, lambda count: count[0]
+        )
+        meta = {"cursor": list(cursor), "running": asdict(run) | {"job": run.job.job_id}}
+        return Waiting({"weights": weights, "optimizer": moments}, meta)
+
+    def _pad(self, adapter: Adapter) -> Adapter:
+        return pad_adapter(self.base.config, adapter, self.spec.rank, self.spec.sites)
 
     @property
     def slots(self) -> list[int]:
@@ -248,9 +284,38 @@ class Trainer:
 
 
 @jax.jit
-def _slot(stack: Stack, j: int) -> Stack:
-    """Cut out one slot, whichever it is, by one compiled program."""
-    return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, j, 1, axis=1), stack)
+def _slot(stacks: Any, j: int) -> Any:
+    """Cut out one slot, whichever it is, by one compiled program; the job axis of counts is the first."""
+    return jax.tree.map(
+        lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, j, 1, axis=min(1, leaf.ndim - 1)), stacks
+    )
+
+
+def _each_adapter(
+    change: Callable[[Any], Adapter], state: Any, other: Callable[[Any], Any] = lambda count: count
+) -> Any:
+    """Change what has the form of an adapter (in weights and optimizer state alike), and what else there is."""
+    return jax.tree.map(
+        lambda one: change(one) if isinstance(one, dict) else other(one),
+        state,
+        is_leaf=lambda one: isinstance(one, dict),
+    )
+
+
+def waiting_like(base: Base, job: Job) -> dict[str, Any]:
+    """Return arrays of the shapes and types of a job that waits, to read them into."""
+    config, dtype = base.config, weight_dtype(base)
+    sites = {site.name: site for site in config.sites}
+    weights = {
+        name: Factors(
+            np.empty((config.n_layers, int(rank.max()), sites[name].d_in), dtype),
+            np.empty((config.n_layers, sites[name].d_out, int(rank.max())), dtype),
+        )
+        for name, rank in ranks(config, job).items()
+    }
+    moments = jax.eval_shape(lambda: init_optimizer(weights, frozenset({job.optimizer})))[job.optimizer]
+    empty = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), moments)
+    return {"weights": weights, "optimizer": empty}
 
 
 def train_pack(
