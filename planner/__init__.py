@@ -10,7 +10,7 @@ from planner.memory import MemoryModel, StepShape, step_memory
 from planner.plan import Assign, Pack, Plan
 from planner.render import render_plan
 from planner.signature import Signature, fits, signature_of
-from planner.rungs import Rungs, rest, state_bytes
+from planner.rungs import Ladders, Rungs, rest, state_bytes
 from planner.simulate import Ladder, World, asha_stops, expected_makespan, simulate, stretch
 from planner.specs import JobSpec, ModelShape, decoder_shape, rank_bucket
 from planner.svg import gantt_svg
@@ -24,6 +24,7 @@ __all__ = [
     "Effort",
     "JobSpec",
     "Ladder",
+    "Ladders",
     "MemoryModel",
     "ModelShape",
     "Options",

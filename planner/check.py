@@ -76,6 +76,7 @@ def _at_rung(
                 job,
                 rows=last - first,
                 data=f"{job.data} from row {first}" if first else job.data,
+                eval_tokens=job.eval_tokens // (1 + len(plan.jobs[job_id]["rungs"])),
                 state_bytes=4 * (1 + moments) * params * moves,
             )
     return spec

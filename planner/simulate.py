@@ -34,7 +34,7 @@ class Ladder(NamedTuple):
 def stretch(job: JobSpec, ladder: Ladder, done: float) -> tuple[JobSpec, float]:
     """Return what is left of a job to its next rung as a job, and the share of the whole at which that ends.
 
-    A rung falls on the first optimizer step at or past it. Jobs that stand at other rows see rows of other lengths
+    The job is scored at every rung and at its end, equally long each time. A rung falls on the first optimizer step at or past it. Jobs that stand at other rows see rows of other lengths
     side by side, so they count as jobs on other data.
     """
     steps = -(-job.rows // job.batch_size)
@@ -46,7 +46,8 @@ def stretch(job: JobSpec, ladder: Ladder, done: float) -> tuple[JobSpec, float]:
     end = next((at for at in map(step, ladder.rungs) if at > begin), steps)
     first, last = begin * job.batch_size, min(job.rows, end * job.batch_size)
     data = f"{job.data} from row {first}" if first else job.data
-    return replace(job, rows=max(1, last - first), data=data), end / steps
+    tokens = job.eval_tokens // (1 + len(ladder.rungs))
+    return replace(job, rows=max(1, last - first), data=data, eval_tokens=tokens), end / steps
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class World:
     `stop` returns the share of a job's steps that it runs; `fail` is the chance that a job dies, at a uniform
     share of its steps; `crash_s` is the mean time between crashes of a group, each of which costs
     `recover_s`; `arrivals` are jobs that come at a time in seconds; with `refill` an idle slot takes any
-    waiting job that fits. `ladders` names the rungs at which a job is scored besides its end. `smaller` returns
+    waiting job that fits. `ladders` names the rungs at which a job is scored, as at its end. `smaller` returns
     the seconds of a pack's step with fewer slots: a pack is then compiled again, in `compile_s`, once half its slots
     or fewer are used.
     """
@@ -122,11 +123,11 @@ def signature(pack: Pack, jobs: Sequence[JobSpec], precision: str) -> Signature:
 
 
 class Fate(NamedTuple):
-    """Say how a job ends: after which share of its steps, in what way, scored how often."""
+    """Say how a job ends: after which share of its steps, in what way, after which share of its scorings."""
 
     share: float = 1.0
     how: str = "completed"
-    scorings: int = 1
+    scored: float = 1.0
 
 
 def _fates(specs: Mapping[str, JobSpec], world: World, rng: random.Random) -> dict[str, Fate]:
@@ -137,8 +138,9 @@ def _fates(specs: Mapping[str, JobSpec], world: World, rng: random.Random) -> di
             share, how = s, "stopped"
         if rng.random() < world.fail:
             share, how = rng.random() * share, "failed"
-        passed = sum(rung < share - CLOSE for rung in world.ladders(job).rungs) if world.ladders else 0
-        fates[job_id] = Fate(share, how, 1 + passed)
+        rungs = world.ladders(job).rungs if world.ladders else ()
+        passed = sum(rung < share - CLOSE for rung in rungs)
+        fates[job_id] = Fate(share, how, (1 + passed) / (1 + len(rungs)))
     return fates
 
 
@@ -227,7 +229,7 @@ class _Run:
                 job_id, scoring = found
                 self.taken.add(job_id)
                 steps, fate = -(-self.specs[job_id].rows // pack.m), self.fate[job_id]
-                busy[slot] = (job_id, max(1, round(steps * fate.share)), scoring * fate.scorings)
+                busy[slot] = (job_id, max(1, round(steps * fate.share)), scoring * fate.scored)
                 idle.remove(slot)
             if not busy:
                 return

@@ -80,8 +80,9 @@ class JobSpec:
     `rows` counts training examples × epochs (or steps × batch size); `row_tokens` is the mean number of real
     tokens of a row and sets the time; `max_row_tokens` is the longest length bucket and sets the memory;
     `data` names data set and order: jobs with equal `data` see equal lengths and waste nothing in one pack;
-    `accumulate` says that gradients are summed over micro-steps even where one holds a whole batch;
-    `state_bytes` are read before or written after it, where it goes on from or to another pack.
+    `eval_tokens` are those of all its evaluations; `accumulate` says that gradients are summed over micro-steps
+    even where one holds a whole batch; `state_bytes` are read before or written after it, where it goes on from
+    or to another pack.
     """
 
     job_id: str

@@ -3,11 +3,10 @@
 import math
 import shutil
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import planner
 from planner.devices import DEVICES
@@ -84,6 +83,7 @@ class Problem(NamedTuple):
     early_stop: EarlyStop
     slots: int | None = None  # most of a pack
     notes: tuple[str, ...] = ()
+    by_rung: bool | None = False  # None: where that is expected to end earlier
 
 
 def plan_jobs(
@@ -97,11 +97,14 @@ def plan_jobs(
     corners: Sequence[Job] = (),
     cost_model: planner.CostModel | None = None,
     incumbent: Sequence[planner.Pack] | None = None,
+    begun: Mapping[str, float] | None = None,
+    rung: int = 0,
 ) -> planner.Plan:
     """Plan jobs whose data is read: `train` holds each job's rows, `scored` the tokens it is scored on.
 
     With `corners`, which ask for all that a search space can, the jobs are places for any job of the space. An
-    `incumbent` is the packs of an earlier plan, which takes part.
+    `incumbent` is the packs of an earlier plan, which takes part. With `begun`, the share of their training that jobs
+    have done (others none), they are planned as far as their next rungs, in packs of rung number `rung`.
 
     Raises:
       UserError: no plan is possible, or the sweep names other devices than this process has.
@@ -112,7 +115,22 @@ def plan_jobs(
     if corners:
         most = [job_spec(job, examples_size(train[job.job_id]), sweep.data.train) for job in corners]
         specs = _widened(specs, most)
-    return solve(_problem(sweep, config, jobs, specs, devices), cost_model, incumbent)
+    problem = _problem(sweep, config, jobs, specs, devices)
+    if begun is None:
+        return solve(problem, cost_model, incumbent)
+    ladders = _ladders(sweep.early_stop) or (lambda _: planner.Ladder(1, ()))
+    rests = [
+        planner.rest(spec, ladders(spec), begun.get(spec.job_id, 0.0), problem.shape)
+        for spec in problem.specs
+    ]
+    problem = problem._replace(specs=rests, early_stop=EarlyStop(), by_rung=False)
+    plan = solve(problem, cost_model, incumbent or ())
+    return replace(plan, packs=tuple(replace(pack, rung=rung) for pack in plan.packs))
+
+
+def first_packs(plan: planner.Plan) -> list[dict[str, Any]]:
+    """Return the packs that a plan begins with, as plan.json has them: rung by rung, the others are planned later."""
+    return [pack for pack in plan.to_dict()["packs"] if not pack["rung"]]
 
 
 def _widened(specs: Sequence[planner.JobSpec], corners: Sequence[planner.JobSpec]) -> list[planner.JobSpec]:
@@ -189,21 +207,28 @@ def _problem(
             "RTX4090, H100 or newer"
         )
     stop = sweep.early_stop
-    if stop.method != "none" and _stops(stop) is None:
+    if ladders := _ladders(stop):  # which score a job at every rung
+        specs = [
+            replace(spec, eval_tokens=spec.eval_tokens * (1 + len(ladders(spec).rungs))) for spec in specs
+        ]
+    elif stop.method != "none":
         notes = (*notes, f"early_stop: {stop.method} is not simulated; the makespan is that without stops")
     if sweep.data.packing:  # rows that share a sequence may end a batch later
         specs = [replace(spec, accumulate=True) for spec in specs]
     shape = model_shape(config, sweep.model)
-    return Problem(jobs, specs, shape, devices, precision, stop, sweep.train.slots, notes)
+    by_rung = {"auto": None, "always": True, "never": False}[stop.pause]
+    if sweep.search.is_drawn:  # its jobs are not known
+        by_rung = False
+    return Problem(jobs, specs, shape, devices, precision, stop, sweep.train.slots, notes, by_rung)
 
 
-def _stops(config: EarlyStop) -> Callable[[planner.JobSpec, Random], float] | None:
-    """Return the planner's simulation of a rule; None for a rule whose stops depend on the curves."""
+def _ladders(config: EarlyStop) -> planner.Ladders | None:
+    """Return the rungs of every job; None for a rule whose stops depend on the curves."""
     if config.method not in ("asha", "halving"):
         return None
     brackets = range(config.brackets)
-    stops = [planner.asha_stops(config.reduction_factor, config.rungs(bracket)) for bracket in brackets]
-    return lambda job, rng: stops[bracket_of(job.job_id, config)](job, rng)
+    ladders = [planner.Ladder(config.reduction_factor, config.rungs(bracket)) for bracket in brackets]
+    return lambda job: ladders[bracket_of(job.job_id, config)]
 
 
 def solve(
@@ -220,7 +245,8 @@ def solve(
     """
     options = planner.Options(
         max_slots=problem.slots or planner.Options.max_slots,
-        early_stop=_stops(problem.early_stop),
+        early_stop=_ladders(problem.early_stop),
+        by_rung=problem.by_rung if incumbent is None else False,
         baselines=incumbent is None,
     )
     try:
@@ -244,13 +270,15 @@ def disk_bytes(config: ModelConfig, plan: planner.Plan) -> int:
     """Return what a run needs on disk: every adapter in float32, and the checkpoints of the packs that run at once.
 
     The base is never written. A checkpoint holds weights, gradients and two moments of every slot at its rank bucket.
+    Rung by rung, every job may wait at a rung, and the half that pass, at most, at the next one too.
     """
     adapters = sum(4 * config.lora_params(job["rank"]) for job in plan.jobs.values())
     states: dict[tuple[int, ...], int] = {}  # the largest pack of each device group
     for pack in plan.packs:
         state = sum(16 * config.lora_params(bucket) for bucket in pack.slots)
         states[pack.devices] = max(state, states.get(pack.devices, 0))
-    return adapters + CHECKPOINTS * sum(states.values())
+    waiting = 0 if plan.packs[0].rung is None else int(1.5 * 3 * adapters)  # weights and two moments
+    return adapters + waiting + CHECKPOINTS * sum(states.values())
 
 
 def check_disk(out: Path, needed: int) -> None:

@@ -205,7 +205,8 @@ def replanner(begun, monkeypatch):
     """Give a driver's re-planner whose solver calls `during` first, and the list of events that it writes."""
     told, during = [], []
 
-    def plan_jobs(sweep, config, jobs, *_, cost_model, incumbent):
+    def plan_jobs(sweep, config, jobs, *_, cost_model, incumbent, begun, rung):
+        assert begun is None and rung == 0  # whole jobs
         for act in during:
             act()
         assert [set(pack.jobs) for pack in incumbent] == [{C, D}, {E, F}]

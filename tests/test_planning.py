@@ -159,7 +159,10 @@ def test_early_stopping_is_simulated_where_it_can_be(tmp_path: Path) -> None:
     assert plans["none"].expected_s is None and plans["median"].expected_s is None
     assert any("median is not simulated" in note for note in plans["median"].notes)
     asha = plans["asha"]
-    assert asha.makespan_s == plans["none"].makespan_s and 0 < (asha.expected_s or 0) < asha.makespan_s
+    assert 0 < (asha.expected_s or 0) < asha.makespan_s and asha.whole is None
+    assert asha.makespan_s > plans["none"].makespan_s  # two more evaluations a job
+    tokens = [{job["eval_tokens"] for job in plans[method].jobs.values()} for method in ("none", "asha")]
+    assert tokens[1] == {3 * n for n in tokens[0]}
 
 
 @pytest.mark.parametrize(("devices", "precision"), [("cpu-16GB", "fp32"), ("A10", "bf16")])

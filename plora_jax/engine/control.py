@@ -12,7 +12,7 @@ from plora_jax.engine.rundir import RunDirectory, is_run, is_running
 from plora_jax.engine.task import read_task, start_adapters
 from plora_jax.errors import UserError
 from plora_jax.models.find import load_config, load_tokenizer
-from plora_jax.planning import plan_jobs
+from plora_jax.planning import first_packs, plan_jobs
 from plora_jax.search.configurations import search_jobs
 
 
@@ -37,7 +37,7 @@ def add_jobs(run: Path, jobs_file: Path, console: Console | None = None) -> int:
     scored = {job.job_id: task.eval.tokens for job in new}
     plan = plan_jobs(sweep, config, new, task.train, scored, journal.devices)
     say(console, render_plan(plan))
-    journal.add_plan({job.job_id: job.to_dict() for job in new}, plan.to_dict()["packs"])
+    journal.add_plan({job.job_id: job.to_dict() for job in new}, first_packs(plan))
     RunDirectory(run).event("added", jobs=[job.job_id for job in new])
     then = (
         ""

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ from plora_jax.engine.journal import Journal
 from plora_jax.engine.progress import Progress, make_console, say
 from plora_jax.engine.replan import Replanner
 from plora_jax.engine.rundir import RunDirectory, check_unused, open_run, write_atomic, write_json
+from plora_jax.engine.rung import FOLDER
 from plora_jax.engine.task import Task, read_task, start_adapters
 from plora_jax.engine.trackers import Feed, check_trackers
 from plora_jax.engine.worker import Preempted, Worker
@@ -39,7 +41,7 @@ from plora_jax.launch.site import LaunchOptions, Site, find_site
 from plora_jax.machine import versions
 from plora_jax.models.find import load_config, load_tokenizer
 from plora_jax.models.load import Base, check_weights, load_base
-from plora_jax.planning import check_disk, disk_bytes, plan_jobs, trained_rows
+from plora_jax.planning import check_disk, disk_bytes, first_packs, plan_jobs, trained_rows
 from plora_jax.report.write import write_report
 from plora_jax.search.drawing import corner_jobs
 from plora_jax.training.recompute import device_bytes
@@ -158,7 +160,7 @@ def _added(out: Path, jobs: Sequence[Job]) -> list[Job]:
 
 
 def _unfinished(out: Path, jobs: Sequence[Job]) -> list[Job]:
-    """List the jobs that an earlier run neither finished nor still has in a pack; none has begun where none ran."""
+    """List the jobs that an earlier run neither finished nor still has in a pack or at a rung."""
     if not (out / "journal.jsonl").exists():
         return list(jobs)
     journal, run = Journal(out / "journal.jsonl"), RunDirectory(out)
@@ -173,7 +175,7 @@ def _unfinished(out: Path, jobs: Sequence[Job]) -> list[Job]:
     journal.close()
     drawn = any("corners" in pack for pack in state.packs.values())
     known = [job for job in jobs if job.job_id in state.jobs or not drawn]
-    held = open_jobs | state.stands.keys() if drawn else open_jobs
+    held = open_jobs | state.paused.keys() | (state.stands.keys() if drawn else set())
     return [job for job in known if job.job_id not in whole | held]
 
 
@@ -192,7 +194,7 @@ def _write_start(
         journal.append("settings", settings=settings | before)
         if plan:
             write_atomic(run.path / "plan.json", plan.to_json())
-            packs = plan.to_dict()["packs"]
+            packs = first_packs(plan)
             if (
                 corners and not state.packs
             ):  # the jobs are drawn as slots fall free; the plan holds their places
@@ -324,6 +326,7 @@ def _finish(run: RunDirectory, journal: Journal, sweep: Sweep, console: Console,
     failed = sum(row["status"] == "failed" for row in rows)
     write_leaderboard(run, metric, Score(**base), rows, test)
     _link_best(run, rows[0], console)
+    shutil.rmtree(run.path / FOLDER, ignore_errors=True)  # of jobs that were on their way
     run.event("finished", failed=failed)
     with contextlib.suppress(UserError):  # said by the leaderboard all the same
         say(console, f"report: {write_report(run.path)}")

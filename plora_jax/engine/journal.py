@@ -27,6 +27,7 @@ BASE, TEST = (
     "base",
     "test",
 )  # claimed as packs are: score the base model; score it and the winner on the test rows
+RUNG = "rung-"  # with a number, claimed so too: plan the jobs that wait at a rung, when no pack is open
 
 
 @dataclass
@@ -63,6 +64,12 @@ class RunState:
     shrinks: dict[tuple[str, int], dict[str, Any]] = field(
         default_factory=dict
     )  # (pack, micro-step): fewer slots
+    paused: dict[str, dict[str, Any]] = field(
+        default_factory=dict
+    )  # by job_id: the pack that it left at a rung last, and at which step
+    from_step: dict[tuple[str, str], int] = field(
+        default_factory=dict
+    )  # (pack, job_id): the step it had come to when the pack took it
     withdrawn: set[str] = field(default_factory=set)
     ended: dict[str, str] = field(default_factory=dict)  # by job_id: status
     # where jobs are drawn as slots fall free: what the search was asked and told, which job stands for which place of
@@ -90,9 +97,24 @@ class RunState:
         return [job_id for job_id in (*drawn, *planned) if job_id not in gone]
 
     @property
+    def at_rung(self) -> list[str]:
+        """List the jobs that wait at a rung and are in no pack that is open."""
+        held = {
+            place["job_id"]
+            for name, pack in self.packs.items()
+            if name not in self.done
+            for place in pack["assign"]
+        }
+        return [job_id for job_id in self.paused if job_id not in held and job_id not in self.ended]
+
+    @property
     def finished(self) -> bool:
         """Tell whether nothing is left to do."""
-        return all(name in self.done for name in (*self.packs, BASE, TEST))
+        return all(name in self.done for name in (*self.packs, BASE, TEST)) and not self.at_rung
+
+    def left_paused(self, pack: str, job_id: str) -> bool:
+        """Tell whether a job has left this pack at a rung: what it came to there is on the disk."""
+        return self.paused.get(job_id, {}).get("pack") == pack
 
     def _settings(self, line: dict[str, Any]) -> None:
         self.settings |= line["settings"]
@@ -103,14 +125,19 @@ class RunState:
         for job_id, values in line["jobs"].items():  # a job that is given again runs again
             self.jobs[job_id] = values
             self._forget(job_id)
+            self.paused.pop(job_id, None)
         if "asked" in line:
             self.search.append(("ask", line["asked"]))
 
-    def _forget(self, job_id: str) -> None:
-        for seen in (self.ended, self.owner, self.points):
+    def _forget(self, job_id: str, since: int = 0) -> None:
+        """Forget what a job has come to after a step."""
+        for seen in (self.ended, self.owner):
             seen.pop(job_id, None)  # type: ignore[attr-defined]
+        points = [point for point in self.points.pop(job_id, []) if 0 < point.step <= since]
+        if points:
+            self.points[job_id] = points
         for judged in (self.scores, self.verdicts):
-            for key in [key for key in judged if key[0] == job_id]:
+            for key in [key for key in judged if key[0] == job_id and key[1] > since]:
                 del judged[key]
         self.withdrawn.discard(job_id)
 
@@ -118,6 +145,10 @@ class RunState:
         for name in line.get("replaces", ()):
             self.packs.pop(name, None)
         self.packs |= line["packs"]
+        for pack in line["packs"].values():
+            for place in pack["assign"]:
+                if place["job_id"] in self.paused:  # it waits for this pack now
+                    self.owner.pop(place["job_id"], None)
         self.scale |= dict.fromkeys(line["packs"], line.get("scale", 1.0))
         self.done -= {TEST, *line["packs"]}
 
@@ -146,8 +177,8 @@ class RunState:
             key for key in self.places if key[0] == pack
         ]:  # another program: its decisions are made anew
             job_id = self.places.pop(key)
-            if job_id not in self.ended:
-                self._forget(job_id)
+            if job_id not in self.ended and not self.left_paused(pack, job_id):
+                self._forget(job_id, self.from_step.get((pack, job_id), 0))
         self.shrinks = {key: line for key, line in self.shrinks.items() if key[0] != pack}
 
     def _count(self, line: dict[str, Any]) -> None:
@@ -160,6 +191,8 @@ class RunState:
     def _place(self, line: dict[str, Any]) -> None:
         self.places[line["pack"], line["at"], line["slot"]] = line["job_id"]
         self.owner[line["job_id"]] = line["pack"]
+        if line["job_id"] in self.paused:
+            self.from_step[line["pack"], line["job_id"]] = self.paused[line["job_id"]]["step"]
         if "for" in line:
             self.owner[line["for"]] = line["pack"]
             self.stands[line["job_id"]] = line["for"]
@@ -186,6 +219,9 @@ class RunState:
 
     def _shrink(self, line: dict[str, Any]) -> None:
         self.shrinks[line["pack"], line["at"]] = line
+
+    def _pause(self, line: dict[str, Any]) -> None:
+        self.paused[line["job_id"]] = {"pack": line["pack"], "step": line["step"]}
 
     def _withdraw(self, line: dict[str, Any]) -> None:
         self.withdrawn.add(line["job_id"])

@@ -13,10 +13,10 @@ from plora_jax.engine.faults import fault
 from plora_jax.engine.journal import RunState
 from plora_jax.engine.monitor import Pace
 from plora_jax.engine.rundir import JsonLines, keep_lines
+from plora_jax.engine.rung import conclude, export, read_waiting, write_waiting
 from plora_jax.evaluation.metrics import higher_is_better
-from plora_jax.evaluation.scorer import Score
 from plora_jax.jobs import Job
-from plora_jax.peft import export_adapter, replace_directory
+from plora_jax.search.early_stop import rung_steps
 from plora_jax.training.program import Program
 from plora_jax.training.trainer import Trained, Trainer, Work
 
@@ -78,6 +78,7 @@ class PackRun:
         self.slot_of = {a["job_id"]: a["slot"] for a in self.pack["assign"]}
         self.pace = Pace(self.pack["step_s"])
         self.as_planned = name not in state.limits
+        self.pauses = self.pack.get("rung") is not None  # jobs that pass a rung leave the pack there
         self.compiled: set[Any] = set()  # slots and shapes of the steps that were dispatched
 
     def run(self) -> None:
@@ -148,6 +149,7 @@ class PackRun:
         """Score the slots that are due, all at once, and let those go that have ended or will not win."""
         sound = [j for j in due if not self._running(j).reason]
         self._score(sound)
+        going = []
         for j in dict.fromkeys((*due, *over)):
             run, held, step = self._running(j), self._held(j), self.trainer.step_of(j)
             if run.reason:
@@ -160,6 +162,10 @@ class PackRun:
                 self._end(j, "completed", "")
             elif (reason := self._verdict(held.job_id, step)) is not None:
                 self._end(j, "stopped", reason)
+            elif self.pauses and step in rung_steps(self.sweep.early_stop, held.job_id, run.steps):
+                going.append(j)
+        if going:
+            self._pause(going)
 
     def _score(self, slots: Sequence[int]) -> None:
         """Score slots after the step they have made, and write it down; a score in the journal is not made again."""
@@ -198,7 +204,7 @@ class PackRun:
                 held.best_step, held.best_score = step, line["value"]
                 over = held.job_id in self.journal.state.ended  # before a kill; its adapter is in place
                 if self.sweep.train.keep == "best" and step < run.steps and not over:
-                    self._export(self.trainer.take(j), "best")
+                    export(self.worker, self.trainer.take(j), "best")
 
     def _verdict(self, job_id: str, step: int) -> str | None:
         """Say why a job is stopped at this evaluation, None when it goes on; decided once, then looked up."""
@@ -305,11 +311,19 @@ class PackRun:
 
     def _start(self, j: int, job_id: str) -> None:
         item = self.worker.item(job_id)
-        self.trainer.put(j, item)
         total = total_steps(item.job, len(item.examples))
-        self.held[j] = Held(job_id, self._due_steps(item, total))
-        for logs, file in ((self.metrics, "metrics.jsonl"), (self.evals, "evals.jsonl")):
-            keep_lines(self.run_dir.job(job_id) / file, 0)  # a job that starts again starts its logs again
+        held, logged, waited = Held(job_id, self._due_steps(item, total)), 0, None
+        if step := self.journal.state.from_step.get((self.name, job_id)):
+            waited = read_waiting(self.worker, item.job, step)
+        if waited:  # without what it had come to it begins anew
+            held, logged = Held(**waited.meta["held"]), waited.meta["running"]["logged"]
+        self.trainer.put(j, item, waited)
+        self.held[j] = held
+        for logs, file, kept in (
+            (self.metrics, "metrics.jsonl", logged),
+            (self.evals, "evals.jsonl", held.evals),
+        ):
+            keep_lines(self.run_dir.job(job_id) / file, kept)  # a job that starts again starts its logs again
             logs.pop(job_id, None)
         self.run_dir.event(
             "placed", pack=self.name, slot=j, job_id=job_id, micro_step=self.trainer.micro_step
@@ -323,35 +337,37 @@ class PackRun:
     def _end(self, j: int, status: str, reason: str) -> None:
         """Export and record what a slot's job has come to, unless that was done before, and free the slot."""
         held, run, trained = self._held(j), self._running(j), self.trainer.take(j)
-        scores = self.journal.state.scores
-        if status == "stopped" and (held.job_id, trained.steps) not in scores and not held.best_step:
-            status, reason = "failed", f"{reason} before it was scored"
-        self.held[j] = None
+        self._free(j)
+        if held.job_id not in self.journal.state.ended:
+            conclude(self.worker, trained, run.steps, held.best_step, status, reason)
+
+    def _free(self, j: int) -> None:
+        job_id, self.held[j] = self._held(j).job_id, None
         self.trainer.put(j, None)
         for logs in (self.metrics, self.evals):
-            if log := logs.pop(held.job_id, None):
+            if log := logs.pop(job_id, None):
                 log.close()
-        if held.job_id in self.journal.state.ended:
-            return
-        score, more = None, {"fraction": trained.steps / run.steps}
-        if status != "failed":
-            step = held.best_step if self.sweep.train.keep == "best" else trained.steps
-            fault("export")
-            directory = self.run_dir.job(held.job_id)
-            if step < trained.steps:
-                if (directory / "best").exists():  # not moved before a kill
-                    replace_directory(directory / "best", directory / "adapter")
-            else:
-                self._export(trained, "adapter")
-                shutil.rmtree(directory / "best", ignore_errors=True)  # of an earlier step
-            score = Score(**scores[held.job_id, step]["score"])
-            more |= {"best_step": held.best_step, "kept_step": step}
-        self.worker.record(trained, status, score, reason, **more)
 
-    def _export(self, trained: Trained, folder: str) -> None:
-        name = self.sweep.export.base_model or self.sweep.model
-        directory = self.run_dir.job(trained.job.job_id) / folder
-        export_adapter(directory, name, self.worker.base.config, trained.job, trained.adapter)
+    def _pause(self, slots: Sequence[int]) -> None:
+        """Free slots whose jobs wait for the next plan; their states are on the disk before the journal says so."""
+        names = {j: self._held(j).job_id for j in slots}
+        new = [j for j in slots if not self.journal.state.left_paused(self.name, names[j])]
+        lines = [
+            ("pause", {"pack": self.name, "job_id": names[j], "step": self.trainer.step_of(j)}) for j in new
+        ]
+        if new:
+            fault("pause")
+        for j in new:
+            waiting = self.trainer.pause(j)
+            waiting.meta["held"] = asdict(self._held(j))
+            write_waiting(self.worker, names[j], waiting)
+        for j in slots:
+            self._free(j)  # with its logs on the disk
+        if lines:
+            fault("pause-journal")
+            self.journal.extend(lines)
+        for _, line in lines:
+            self.run_dir.event("paused", **line)
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 

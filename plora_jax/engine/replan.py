@@ -1,7 +1,8 @@
-"""Plan again what nobody has begun, once micro-steps take longer, or less long, than the plan said.
+"""Plan again: what nobody has begun, once micro-steps take longer, or less long, than the plan said; and at rungs.
 
-Only the driver does this, and never where decisions must not depend on time (`--reproducible`). The new packs are a
-line of the journal like any other decision: workers find them there, and a run that goes on has the same list.
+Only the driver plans again for the pace, and never where decisions must not depend on time (`--reproducible`). At a
+rung a worker that has nothing else to do plans the jobs that wait there. New packs are a line of the journal like any
+other decision: workers find them there, and a run that goes on has the same list.
 """
 
 import math
@@ -16,6 +17,7 @@ from rich.console import Console
 
 import planner
 from plora_jax.config.sweep import Sweep
+from plora_jax.data.layout import total_steps
 from plora_jax.engine.journal import BASE, TEST, Journal, RunState
 from plora_jax.engine.progress import clock, say
 from plora_jax.engine.rundir import RunDirectory
@@ -103,6 +105,53 @@ def replan(state: RunState, seen: Sequence[Seen], solve: Solve) -> Replan | None
     return Replan(waiting, plan.to_dict()["packs"], factor, planned_s, kept_s, left_s)
 
 
+def plan_left(
+    journal: Journal,
+    sweep: Sweep,
+    config: ModelConfig,
+    task: Task,
+    names: Sequence[str],
+    scale: float,
+    *,
+    rung: int | None,
+    packs: Sequence[planner.Pack] = (),
+) -> planner.Plan | None:
+    """Plan jobs for workers that have the base loaded: whole, or to their next rungs in packs of rung number `rung`.
+
+    None where their data is not at hand. `packs` are those they are in now, `scale` is how much slower than the cost
+    model the device is.
+
+    Raises:
+      UserError: no plan is possible.
+    """
+    jobs = [Job.from_dict(journal.state.jobs[name]) for name in names]
+    files = {job.job_id: job.train or sweep.data.train for job in jobs}
+    if not task.files.keys() >= set(files.values()):  # jobs on other data were added
+        return None
+    train = {name: task.files[file] for name, file in files.items()}
+    begun, paused = None, journal.state.paused
+    if rung is not None:
+        begun = {
+            job.job_id: paused[job.job_id]["step"] / total_steps(job, len(train[job.job_id]))
+            for job in jobs
+            if job.job_id in paused
+        }
+    devices = journal.devices
+    slowed = planner.cost_model(devices.spec).slowed(scale)
+    return plan_jobs(
+        sweep,
+        config,
+        jobs,
+        train,
+        dict.fromkeys(files, task.eval.tokens),
+        devices,
+        cost_model=replace(slowed, load_s=0.0, load_bytes_s=math.inf),  # the base is resident
+        incumbent=packs,
+        begun=begun,
+        rung=rung or 0,
+    )
+
+
 def _running(state: RunState, seen: Iterable[Seen]) -> list[float]:
     """Return the seconds that the packs in training still need."""
     packs = [(state.packs[one.pack], one) for one in seen if one.pack in state.packs]
@@ -164,22 +213,12 @@ class Replanner:
     def _solve(
         self, names: Sequence[str], scale: float, packs: Sequence[planner.Pack]
     ) -> planner.Plan | None:
-        jobs = [Job.from_dict(self.journal.state.jobs[name]) for name in names]
-        files = {job.job_id: job.train or self.sweep.data.train for job in jobs}
-        if not self.task.files.keys() >= set(files.values()):  # jobs on other data were added
+        rungs = {pack.rung for pack in packs}
+        if len(rungs) > 1:  # some train whole jobs, or jobs were added meanwhile
             return None
-        devices = self.journal.devices
-        slowed = planner.cost_model(devices.spec).slowed(scale)
         try:
-            return plan_jobs(
-                self.sweep,
-                self.config,
-                jobs,
-                {name: self.task.files[file] for name, file in files.items()},
-                dict.fromkeys(files, self.task.eval.tokens),
-                devices,
-                cost_model=replace(slowed, load_s=0.0, load_bytes_s=math.inf),  # the base is resident
-                incumbent=packs,
+            return plan_left(
+                self.journal, self.sweep, self.config, self.task, names, scale, rung=rungs.pop(), packs=packs
             )
         except UserError:
             return None

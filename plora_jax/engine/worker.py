@@ -26,11 +26,12 @@ from rich.console import Console
 
 from planner.signature import POLICIES
 from plora_jax.config.sweep import Sweep, parse_sweep
-from plora_jax.engine.journal import BASE, MAX_ATTEMPTS, TEST, Journal, RunState, try_lock
+from plora_jax.engine.journal import BASE, MAX_ATTEMPTS, RUNG, TEST, Journal, RunState, try_lock
 from plora_jax.engine.monitor import sample
 from plora_jax.engine.packrun import PackRun
 from plora_jax.engine.progress import make_console
 from plora_jax.engine.rundir import RunDirectory, write_json
+from plora_jax.engine.rung import plan_rung
 from plora_jax.engine.task import Task, read_task, start_adapters
 from plora_jax.evaluation.leaderboard import rank, read_results
 from plora_jax.evaluation.metrics import higher_is_better
@@ -123,6 +124,8 @@ class Worker:
             mine = [name for name in packs if self.name in map(str, state.packs[name]["devices"])]
             names = [*dict.fromkeys([*mine, *packs])]
             names += [BASE] if BASE not in state.done else []
+            if state.at_rung and not packs:
+                names = [f"{RUNG}{1 + sum(name.startswith(RUNG) for name in state.done)}", *names]
             names += [TEST] if TEST not in state.done and not names else []
             for name in names:
                 lock = try_lock(claims / f"{name}.lock")
@@ -141,15 +144,20 @@ class Worker:
 
     def _give_up(self, name: str, state: RunState) -> None:
         """Fail the jobs of a pack that was begun and lost too often."""
-        cause = state.causes.get(name, ["unknown"])[-1]
+        cause, given_up, what = state.causes.get(name, ["unknown"])[-1], [], "its pack was begun"
         if name in state.packs:
             placed = [job_id for job_id, pack in state.owner.items() if pack == name]
-            for job_id in dict.fromkeys([*placed, *state.waiting(name)]):
-                if job_id in state.jobs and job_id not in state.ended:
-                    reason = f"its pack was begun {MAX_ATTEMPTS} times and lost; the last time: {cause}"
-                    self.record(
-                        Trained(self._job(job_id), {}, 0, 0, reason), "failed", None, reason, own=False
-                    )
+            given_up = [
+                job_id
+                for job_id in dict.fromkeys([*placed, *state.waiting(name)])
+                if not state.left_paused(name, job_id)
+            ]
+        elif name.startswith(RUNG):
+            given_up, what = state.at_rung, "what comes after its rung was planned"
+        for job_id in given_up:
+            if job_id in state.jobs and job_id not in state.ended:
+                reason = f"{what} {MAX_ATTEMPTS} times and lost; the last time: {cause}"
+                self.record(Trained(self._job(job_id), {}, 0, 0, reason), "failed", None, reason, own=False)
         self.journal.append("done", pack=name)
 
     def _do(self, name: str) -> None:
@@ -158,6 +166,8 @@ class Worker:
                 self.score_base()
             elif name == TEST:
                 self.score_test()
+            elif name.startswith(RUNG):
+                plan_rung(self)
             else:
                 PackRun(self, name).run()
         except Preempted:

@@ -56,7 +56,7 @@ class Fold:
                 if mine == pack and slot in keep and keep.index(slot) != slot:
                     self._leave([name], at)
                     self._placed[name] = (pack, keep.index(slot), at)
-        elif what in ("ended", *ENDS) and job:
+        elif what in ("ended", "pause", *ENDS) and job:
             self._leave([job], at)
         elif what == "worker_lost":
             for name in [

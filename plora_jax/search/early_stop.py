@@ -62,6 +62,11 @@ class EarlyStop:
     cohort: int | None = setting(
         None, "halving: jobs that are compared together. None: as many as leave one at the last rung", low=2
     )
+    pause: Literal["auto", "always", "never"] = setting(
+        "auto",
+        "asha, halving: jobs wait at a rung, and those that go on are planned anew; auto: where that is expected to "
+        "end earlier",
+    )
     min_jobs: int = setting(3, "median: other jobs that must have come as far", low=1)
     patience: int = setting(3, "plateau: evaluations in a row without a gain", low=1)
     min_delta: float = setting(0.0, "plateau: change of loss or score that counts as a gain", low=0.0)
@@ -96,8 +101,8 @@ class EarlyStop:
 READ_BY = {  # the settings that each method reads
     "none": (),
     "median": ("grace_period", "min_jobs", "every"),
-    "asha": ("grace_period", "reduction_factor", "brackets"),
-    "halving": ("grace_period", "reduction_factor", "cohort"),
+    "asha": ("grace_period", "reduction_factor", "brackets", "pause"),
+    "halving": ("grace_period", "reduction_factor", "cohort", "pause"),
     "plateau": ("grace_period", "patience", "min_delta", "max_loss_ratio", "every"),
 }
 
@@ -367,6 +372,12 @@ class EvalConfig:
         found = {_whole(k * period) for k in range(1, math.floor(total / period) + 1)}
         found |= {_whole(rung * total) for rung in rungs}
         return sorted(step for step in found | {total} if step <= total)
+
+
+def rung_steps(config: EarlyStop, job_id: str, total: int) -> list[int]:
+    """Return the optimizer steps, of a job's `total`, that its rungs fall on, before its last."""
+    steps = {_whole(rung * total) for rung in config.rungs(bracket_of(job_id, config))}
+    return sorted(step for step in steps if step < total)
 
 
 def _whole(steps: float) -> int:

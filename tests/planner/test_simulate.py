@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 
-from planner import JobSpec, Options, World, asha_stops, expected_makespan, make_plan, simulate
+from planner import JobSpec, Ladder, Options, World, asha_stops, expected_makespan, make_plan, simulate
 from tests.planner.problems import TINY, cluster, job
 
 JOBS = [job(i, 16, 4, 1, 1 + i % 2) for i in range(24)]
@@ -53,5 +53,32 @@ def test_a_late_job_takes_a_slot_that_fits_and_another_waits():
 
 
 def test_expected_time_is_part_of_the_plan():
-    plan = make_plan(JOBS, TINY, cluster(2), options=Options(baselines=False, early_stop=asha_stops()))
-    assert plan.expected_s is not None and plan.expected_s < plan.makespan_s
+    early = Options(baselines=False, early_stop=lambda _: Ladder(), by_rung=False)
+    plan = make_plan(JOBS, TINY, cluster(2), options=early)
+    assert plan.expected_s is not None and plan.expected_s < plan.makespan_s == PLAN.makespan_s
+
+
+def test_a_pack_with_half_its_slots_empty_goes_on_with_fewer():
+    """By hand: nine of ten jobs stop after 400 of 4,000 steps; one slot's step takes a tenth, its compilation 50 s."""
+    jobs = [JobSpec(f"j{i}", 8, 1, 4000, 90.0, 128, "short") for i in range(10)]
+    plan = make_plan(jobs, TINY, cluster(1), options=Options(baselines=False))
+    (pack,) = plan.packs
+    assert pack.J == 10 and pack.m == 1
+    world = World(
+        stop=lambda job, _: 1.0 if job.job_id == "j3" else 0.1,
+        smaller=lambda pack, slots: pack.step_s / 10 if slots == 1 else 0.0,
+        compile_s=50.0,
+    )
+    scoring = sum(a.scoring_s for a in pack.assign)
+    want = pack.setup_s + 400 * pack.step_s + 50 + 3600 * pack.step_s / 10 + scoring
+    specs = {j.job_id: j for j in jobs}
+    assert simulate(plan, specs, world).makespan_s == pytest.approx(want)
+
+
+def test_evaluations_that_a_stop_spares_cost_nothing():
+    jobs = [JobSpec("j", 8, 1, 900, 90.0, 128, "short", eval_tokens=900_000)]
+    plan = make_plan(jobs, TINY, cluster(1), options=Options(baselines=False))
+    (pack,) = plan.packs
+    world = World(stop=asha_stops(10**9), ladders=lambda _: Ladder())  # it stops at 1/9
+    want = pack.setup_s + 100 * pack.step_s + pack.assign[0].scoring_s / 3
+    assert simulate(plan, {"j": jobs[0]}, world).makespan_s == pytest.approx(want)
