@@ -9,8 +9,8 @@ from planner.fit import fit_memory, fit_time, read_memory_points
 from planner.memory import MemoryModel, StepShape, step_memory
 from planner.plan import Assign, Pack, Plan
 from planner.render import render_plan
-from planner.signature import Signature, fits, signature_of
 from planner.rungs import Ladders, Rungs, rest, state_bytes
+from planner.signature import Signature, fits, signature_of
 from planner.simulate import Ladder, World, asha_stops, expected_makespan, simulate, stretch
 from planner.specs import JobSpec, ModelShape, decoder_shape, rank_bucket
 from planner.svg import gantt_svg

@@ -85,7 +85,8 @@ def table(plan: Plan) -> list[str]:
         share = 100 * pack.memory_bytes / pack.memory_limit_bytes
         rows.append(
             (
-                str(n), *([str(pack.rung)] if by_rung else []), device_range(pack.devices), str(len(pack.jobs)), str(pack.J), str(pack.m),
+                str(n), *([str(pack.rung)] if by_rung else []),
+                device_range(pack.devices), str(len(pack.jobs)), str(pack.J), str(pack.m),
                 str(max(pack.slots)), str(max(pack.length_buckets)), pack.policy,
                 f"{1000 * pack.step_s:.0f} ms", str(pack.steps), duration(pack.start_s), duration(pack.end_s),
                 f"{pack.memory_bytes / 2**30:.1f}/{pack.memory_limit_bytes / 2**30:.1f} GiB ({share:.0f} %)",

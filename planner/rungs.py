@@ -21,8 +21,8 @@ from planner.simulate import Ladder, World, ladder_stops, simulate, stretch
 from planner.specs import OPTIMIZER_STATES, JobSpec, ModelShape
 from planner.time import CostModel
 
-DRAWS = 20  # simulated runs of a plan of whole jobs
 FEW_JOBS, MANY_JOBS = 200, 2_500
+DRAWS = (8, 3, 1)  # simulated runs of few, more and many jobs
 Ladders = Callable[[JobSpec], Ladder]
 
 
@@ -56,7 +56,9 @@ class Rungs:
 
         The base is resident after the first rung. Without `effort` the greedy alone is asked.
         """
-        jobs = [rest(self.jobs[name], self.ladders(self.jobs[name]), at, self.shape) for name, at in done.items()]
+        jobs = [
+            rest(self.jobs[name], self.ladders(self.jobs[name]), at, self.shape) for name, at in done.items()
+        ]
         cost = self.cost if rung == 0 else replace(self.cost, load_s=0.0, load_bytes_s=math.inf)
         instance = Instance(
             jobs, self.shape, self.devices, self.precision, cost, self.max_slots, self.policies
@@ -76,16 +78,17 @@ class Rungs:
             made = self.packs_of(done, rung, effort if rung == 0 else None)
             packs += [shifted(pack, clock) for pack in made]
             clock += max(pack.end_s for pack in made)
-            ends = {name: stretch(self.jobs[name], self.ladders(self.jobs[name]), at)[1] for name, at in done.items()}
+            ends = {
+                name: stretch(self.jobs[name], self.ladders(self.jobs[name]), at)[1]
+                for name, at in done.items()
+            }
             done = {name: end for name, end in ends.items() if end < 1}
             rung += 1
         fields = {
             name: {**job, "rungs": list(self.ladders(self.jobs[name]).rungs)}
             for name, job in whole.jobs.items()
         }
-        return replace(
-            whole, packs=tuple(packs), makespan_s=clock, method="rung by rung", jobs=fields
-        )
+        return replace(whole, packs=tuple(packs), makespan_s=clock, method="rung by rung", jobs=fields)
 
     def expected(self, plan: Plan, draws: int, policy: Callable[..., Sequence[Pack]] | None = None) -> float:
         """Return the mean simulated end under early stopping: scored at rungs, slots refilled, packs made smaller."""
@@ -120,11 +123,10 @@ def with_early_stop(plan: Plan, rungs: Rungs, effort: Effort, by_rung: bool | No
     Both are simulated with the same stops. `by_rung` asks for one of them whatever is expected.
     """
     started, n = time.perf_counter(), len(rungs.jobs)
-    whole_s = rungs.expected(plan, DRAWS)
-    has_rungs = any(rungs.ladders(job).rungs for job in rungs.jobs.values())
+    draws = DRAWS[0] if n <= FEW_JOBS else DRAWS[1] if n <= MANY_JOBS else DRAWS[2]
+    whole_s = rungs.expected(plan, draws)
     made = replace(plan, expected_s=whole_s)
-    if by_rung is not False and has_rungs:
-        draws = 8 if n <= FEW_JOBS else 3 if n <= MANY_JOBS else 1
+    if by_rung is not False and any(rungs.ladders(job).rungs for job in rungs.jobs.values()):
         staged = rungs.plan(plan, effort)
         staged_s = rungs.expected(staged, draws, rungs.packs_of)
         if by_rung or staged_s < whole_s:

@@ -34,8 +34,9 @@ class Ladder(NamedTuple):
 def stretch(job: JobSpec, ladder: Ladder, done: float) -> tuple[JobSpec, float]:
     """Return what is left of a job to its next rung as a job, and the share of the whole at which that ends.
 
-    The job is scored at every rung and at its end, equally long each time. A rung falls on the first optimizer step at or past it. Jobs that stand at other rows see rows of other lengths
-    side by side, so they count as jobs on other data.
+    The job is scored at every rung and at its end, equally long each time. A rung falls on the first optimizer step
+    at or past it. Jobs that stand at other rows see rows of other lengths side by side, so they count as jobs on other
+    data.
     """
     steps = -(-job.rows // job.batch_size)
 
@@ -321,7 +322,9 @@ def _climb(
             here[job_id], ends[job_id] = stretch(specs[job_id], ladder, begin)
             share, how, _ = fates[job_id]
             inside = (share - begin) / (ends[job_id] - begin)
-            fate[job_id] = Fate(min(1.0, max(0.0, inside)), how if inside <= 1 + CLOSE and how != "completed" else "")
+            fate[job_id] = Fate(
+                min(1.0, max(0.0, inside)), how if inside <= 1 + CLOSE and how != "completed" else ""
+            )
         found = _run(_Run(packs, plan.precision, here, calm, rng, fate))
         done = {}
         for job_id, at in found.ended.items():

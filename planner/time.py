@@ -42,8 +42,8 @@ class CostModel:
     bytes/s; `layer_s` is the part of a step that no token pays for, per layer; `scaling[d]` is the efficiency
     of d devices; `recompute[policy]` multiplies the time of frozen products. `state_bytes_s` is in bytes/s, to
     and from the disk that jobs wait on between two packs. `launch_s` is the least time of a baseline's step for
-    28 layers and `baseline_rate` its throughput as a share of ours (paper and hardware figures, see docs). `fitted` maps "model/degree/policy/precision" to [t0, c, a0, a1] and wins over the
-    formula.
+    28 layers and `baseline_rate` its throughput as a share of ours (paper and hardware figures, see docs).
+    `fitted` maps "model/degree/policy/precision" to [t0, c, a0, a1] and wins over the formula.
     """
 
     device: str

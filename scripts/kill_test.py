@@ -3,10 +3,10 @@
     python -m scripts.kill_test --kills 50 --points 10 --out benchmarks/results/kill-test.json
 
 A tiny Llama with random weights is swept by two worker processes on the CPU: sixteen jobs in two packs, more jobs than
-slots, evaluations on the way, and with `asha` early stopping. Kills at random moments come from outside (SIGKILL to
-the driver or to a worker); kills at chosen points (while a checkpoint is written, an adapter exported, a line
-journaled) come from the process itself (plora_jax/engine/faults.py). After the driver's death the same command with
---resume goes on. Everything random follows from --seed.
+slots, evaluations on the way, with `asha` early stopping, and with that planned rung by rung. Kills at random moments
+come from outside (SIGKILL to the driver or to a worker); kills at chosen points (while a checkpoint is written, an
+adapter exported, a line journaled) come from the process itself (plora_jax/engine/faults.py). After the driver's death
+the same command with --resume goes on. Everything random follows from --seed.
 """
 
 import argparse
@@ -50,7 +50,11 @@ POINTS = {  # and the highest count at which it is drawn
     "job.json": 3,
     "leaderboard.json": 1,
     "leaderboard.csv": 1,
+    "pause": 3,
+    "pause-journal": 3,
+    "rung": 1,
 }
+AT_RUNGS = ("pause", "pause-journal", "rung")  # reached by the variant `rungs` alone
 
 
 @dataclass
@@ -98,7 +102,11 @@ def write_sweep(root: Path, variant: str, steps: int, **train: Any) -> Path:
         search={"jobs": jobs},
         train={"dropout": 0.1, "keep": "best", **train},
         eval={"every_steps": max(1, steps // 10)},
-        early_stop={"method": variant} if variant != "none" else None,
+        early_stop={
+            "none": None,
+            "asha": {"method": "asha", "pause": "never"},
+            "rungs": {"method": "asha", "pause": "always"},
+        }[variant],
     )
 
 
@@ -351,7 +359,7 @@ def main() -> int:
         "--steps", type=int, default=1200, help="optimizer steps of the longest jobs (default: 1200)"
     )
     parser.add_argument(
-        "--variants", default="none,asha", help="rules of early stopping (default: none,asha)"
+        "--variants", default="none,asha,rungs", help="kinds of early stopping (default: none,asha,rungs)"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="write the trials as JSON")
@@ -388,10 +396,13 @@ def main() -> int:
         )
         left -= len(trial.kills)
         done(trial, run)
-    due = dict.fromkeys(POINTS, args.points)
+    due = {name: args.points for name in POINTS if name not in AT_RUNGS or "rungs" in variants}
     while any(count > 0 for count in due.values()):
         seed, variant = seed + 1, variants[seed % len(variants)]
-        run, points = root / variant / str(seed), draw_points(choose, due)
+        reached = {name: due[name] for name in due if name not in AT_RUNGS or variant == "rungs"}
+        run, points = root / variant / str(seed), draw_points(choose, reached)
+        if not points:
+            continue
         trial = kill_at_points(
             root / variant / "sweep.yaml", run, root / "cache", want[variant], seed=seed, points=points
         )

@@ -31,6 +31,16 @@ def test_kills_at_random_moments_change_no_bit(killed, tmp_path):
     assert len(trial.kills) == 3 and trial.different == [], trial
 
 
+@pytest.mark.long
+def test_kills_at_rungs_change_no_bit(tmp_path):
+    """Two workers, jobs that wait at rungs: killed as one leaves its pack, and as what follows is planned."""
+    sweep, cache = write_sweep(tmp_path, "rungs", 90, targets=["q_proj"]), tmp_path / "cache"
+    want = undisturbed(sweep, tmp_path / "want", cache)
+    points = ["pause:1", "pause-journal:2", "rung:1"]
+    trial = kill_at_points(sweep, tmp_path / "run", cache, want, seed=0, points=points)
+    assert {kill.who for kill in trial.kills} == set(points) and trial.different == [], trial
+
+
 def test_the_comparison_sees_every_file(tmp_path):
     (tmp_path / "jobs/a/adapter").mkdir(parents=True)
     (tmp_path / "best").symlink_to("jobs/a/adapter")

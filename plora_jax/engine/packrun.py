@@ -18,7 +18,7 @@ from plora_jax.evaluation.metrics import higher_is_better
 from plora_jax.jobs import Job
 from plora_jax.search.early_stop import rung_steps
 from plora_jax.training.program import Program
-from plora_jax.training.trainer import Trained, Trainer, Work
+from plora_jax.training.trainer import Trainer, Work
 
 if TYPE_CHECKING:
     from plora_jax.engine.worker import Worker

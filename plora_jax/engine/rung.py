@@ -6,7 +6,7 @@ judges all jobs that wait once more, with all that have come to the rung, and pl
 """
 
 import shutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from plora_jax.data.layout import total_steps
 from plora_jax.engine.checkpoint import Checkpoints
@@ -61,7 +61,8 @@ def conclude(
     job_id, scores = trained.job.job_id, worker.journal.state.scores
     if status == "stopped" and (job_id, trained.steps) not in scores and not best_step:
         status, reason = "failed", f"{reason} before it was scored"
-    score, more = None, {"fraction": trained.steps / total}
+    score: Score | None = None
+    more: dict[str, Any] = {"fraction": trained.steps / total}
     if status != "failed":
         step = best_step if worker.sweep.train.keep == "best" else trained.steps
         fault("export")
@@ -95,7 +96,8 @@ def plan_rung(worker: "Worker") -> None:
                 lines.append(("verdict", at | {"stop": True, "reason": verdict.reason}))
         journal.extend(lines)
         known = {
-            job_id: state.verdicts.get((job_id, state.paused[job_id]["step"]), {"stop": False}) for job_id in names
+            job_id: state.verdicts.get((job_id, state.paused[job_id]["step"]), {"stop": False})
+            for job_id in names
         }
         reasons = {job_id: line["reason"] for job_id, line in known.items() if line["stop"]}
         reasons |= {job_id: "withdrawn" for job_id in names if job_id in state.withdrawn}
@@ -114,9 +116,7 @@ def plan_rung(worker: "Worker") -> None:
     if left:
         scale = next(reversed(journal.state.scale.values()), 1.0)
         rung = 1 + max(pack.get("rung") or 0 for pack in journal.state.packs.values())
-        plan = plan_left(
-            journal, worker.sweep, worker.base.config, worker.task(), left, scale, rung=rung
-        )
+        plan = plan_left(journal, worker.sweep, worker.base.config, worker.task(), left, scale, rung=rung)
         if plan is None:
             raise UserError("the data of a job that waits is not there")
         fault("rung")

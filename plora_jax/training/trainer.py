@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from plora_jax.adapters import Adapter, Factors, Stack, pad_adapter, ranks, unstack_adapter
+from plora_jax.adapters import Adapter, Factors, pad_adapter, ranks, unstack_adapter
 from plora_jax.data.examples import Examples
 from plora_jax.data.layout import Cursor, Slot
 from plora_jax.data.loader import PackLoader
@@ -306,16 +306,19 @@ def waiting_like(base: Base, job: Job) -> dict[str, Any]:
     """Return arrays of the shapes and types of a job that waits, to read them into."""
     config, dtype = base.config, weight_dtype(base)
     sites = {site.name: site for site in config.sites}
-    weights = {
-        name: Factors(
-            np.empty((config.n_layers, int(rank.max()), sites[name].d_in), dtype),
-            np.empty((config.n_layers, sites[name].d_out, int(rank.max())), dtype),
-        )
-        for name, rank in ranks(config, job).items()
-    }
-    moments = jax.eval_shape(lambda: init_optimizer(weights, frozenset({job.optimizer})))[job.optimizer]
-    empty = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), moments)
-    return {"weights": weights, "optimizer": empty}
+
+    def fresh() -> dict[str, Any]:
+        weights = {
+            name: Factors(
+                jnp.zeros((config.n_layers, int(rank.max()), sites[name].d_in), dtype),
+                jnp.zeros((config.n_layers, sites[name].d_out, int(rank.max())), dtype),
+            )
+            for name, rank in ranks(config, job).items()
+        }
+        kind = job.optimizer
+        return {"weights": weights, "optimizer": init_optimizer(weights, frozenset({kind}))[kind]}
+
+    return jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), jax.eval_shape(fresh))
 
 
 def train_pack(

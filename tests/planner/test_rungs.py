@@ -33,9 +33,7 @@ def ladders(one: JobSpec) -> Ladder:
 
 
 def plan_of(jobs: list[JobSpec] = JOBS, by_rung: bool | None = None, on=ON, shape=TINY) -> Plan:
-    return make_plan(
-        jobs, shape, on, options=Options(baselines=False, early_stop=ladders, by_rung=by_rung)
-    )
+    return make_plan(jobs, shape, on, options=Options(baselines=False, early_stop=ladders, by_rung=by_rung))
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +62,9 @@ def test_state_that_moves_by_hand():
     one, ladder = JobSpec("a", 16, 8, 800, 90.0, 128), Ladder(3, (1 / 9, 1 / 3))
     assert state_bytes(one, QWEN) == 4 * 3 * 80_740_352 // 2
     assert state_bytes(replace(one, optimizer="sgd"), QWEN) == 4 * 2 * 80_740_352 // 2
-    moved = [rest(one, ladder, done, QWEN).state_bytes // state_bytes(one, QWEN) for done in (0.0, 0.12, 0.34)]
+    moved = [
+        rest(one, ladder, done, QWEN).state_bytes // state_bytes(one, QWEN) for done in (0.0, 0.12, 0.34)
+    ]
     assert moved == [1, 2, 1]  # written; read and written; read
 
 
