@@ -65,11 +65,13 @@ def make_plan(
     cost_model: CostModel | None = None,
     options: Options | None = None,
     incumbent: Sequence[Pack] | None = None,
+    busy_until: Sequence[float] = (),
 ) -> Plan:
     """Plan the jobs on the devices for the least makespan; the best of all methods is returned.
 
     `incumbent` is the packs of an earlier plan, for other jobs or devices perhaps: the new one is never slower than
-    that plan repaired.
+    that plan repaired. `busy_until` says in how many seconds each device is free, where packs run; makespan and bound
+    count from now, and baselines are left out.
 
     Raises:
         PlanError: no jobs, ids that clash, absurd values, or a base that no device group holds.
@@ -77,7 +79,8 @@ def make_plan(
     options = options or Options()
     kept, notes = check_jobs(list(jobs), shape)
     cost = cost_model or shipped_cost_model(devices.spec)
-    instance = Instance(kept, shape, devices, precision, cost, options.max_slots, options.policies)
+    busy = tuple(busy_until) if any(busy_until) else ()
+    instance = Instance(kept, shape, devices, precision, cost, options.max_slots, options.policies, busy)
     started = time.perf_counter()
     bound = bounds(instance)
     start = repair(instance, incumbent) if incumbent else None
@@ -89,7 +92,7 @@ def make_plan(
     started = time.perf_counter()
     seconds: dict[str, float | None] = {}
     reasons: dict[str, str] = {}
-    if options.baselines:
+    if options.baselines and not busy:
         seconds, placed, method = _with_baselines(instance, placed, method, options, reasons)
     plan = build_plan(
         instance,
@@ -102,13 +105,14 @@ def make_plan(
         baselines=seconds,
         reasons=reasons,
         notes=tuple(notes),
+        busy_until=busy,
     )
     if options.early_stop is None:
         return plan
     specs = {job.job_id: job for job in kept}
     ladders, slots, policies = options.early_stop, options.max_slots, options.policies
     rungs = Rungs(specs, shape, devices, precision, cost, ladders, slots, policies)
-    return with_early_stop(plan, rungs, effort, options.by_rung)
+    return with_early_stop(plan, rungs, effort, False if busy else options.by_rung)
 
 
 def _with_baselines(

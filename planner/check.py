@@ -111,6 +111,10 @@ def _devices(plan: Plan, devices: Devices) -> list[str]:
         if _overlap([(pack.start_s, pack.end_s) for pack in plan.packs if device in pack.devices]):
             faults.append(f"device {device} runs two packs at one time")
     for n, pack in enumerate(plan.packs):
+        if any(
+            pack.start_s < plan.busy_until[device] - TOLERANCE for device in pack.devices if plan.busy_until
+        ):
+            faults.append(f"pack {n} starts before its devices are free")
         if len(set(pack.devices)) != pack.degree or not set(pack.devices) <= set(range(devices.count)):
             faults.append(f"pack {n} of degree {pack.degree} is on devices {pack.devices}")
         node = devices.spec.node_size

@@ -41,7 +41,12 @@ CELLS = 5_000  # of the time within which a group earns prices
 def can_finish(
     plan: Plan, jobs: list[JobSpec], shape: ModelShape, devices: Devices, cost: CostModel, C: float
 ) -> bool:
-    """Say whether none of the arguments rules out that all jobs finish within C seconds."""
+    """Say whether none of the arguments rules out that all jobs finish within C seconds.
+
+    Where devices are busy, none has more than C less the time until the first is free.
+    """
+    free = sorted((C - s for s in plan.busy_until or [0.0] * devices.count), reverse=True)
+    C = free[0]
     kinds: dict[tuple, list[JobSpec]] = {}
     for job in jobs:
         kinds.setdefault(
@@ -72,7 +77,8 @@ def can_finish(
     if plan.prices and not _share_is_earned(plan, groups, ways, modes, cost, G, C):
         return False
     load = min(mode.setup for mode in modes) - cost.compile_s
-    return _machine_time(groups, ways, cost, C) <= G * (C - load) * (1 + 1e-7)
+    seconds = sum(max(0.0, own - load) for own in free[:G])
+    return _machine_time(groups, ways, cost, C) <= seconds * (1 + 1e-7)
 
 
 def _bucket(rank: int) -> int:

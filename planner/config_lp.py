@@ -172,12 +172,14 @@ def solve(instance: Instance, types: Types, C: float) -> Answer:
 
 
 def lp_bound(instance: Instance, types: Types, low: float) -> float:
-    """Return the least C at which V(C) ≤ G · (C − load), from below; `low` is a bound already known."""
-    G = instance.usable
+    """Return the least C at which V(C) ≤ G · (C − load), from below; `low` is a bound already known.
+
+    Where devices are busy, each has C less the time until it is free.
+    """
     load = min(instance.load_seconds(d) for d in instance.degrees)
 
     def needed(C: float) -> float:
-        return solve(instance, types, C).machine_s / G + load
+        return instance.level(solve(instance, types, C).machine_s, load)
 
     need = needed(low)
     if need <= low:

@@ -21,7 +21,9 @@ MOST_PACKS = 26_000  # states × degrees
 
 
 def is_small(instance: Instance, pairs: int = MOST_PAIRS, packs: int = MOST_PACKS) -> bool:
-    """Say whether exact search is affordable (thirteen different jobs are)."""
+    """Say whether exact search is affordable (thirteen different jobs are) and all devices are free."""
+    if any(instance.busy):
+        return False
     sizes = [n for _, n in instance.counts]
     states = prod(n + 1 for n in sizes) * len(instance.degrees)
     return states <= packs and prod((n + 1) * (n + 2) // 2 for n in sizes) <= pairs

@@ -6,13 +6,14 @@ chooses the packs of one group for the least loss; the next group is filled with
 generation for bin packing, with groups as columns).
 """
 
+from collections.abc import Sequence
 from itertools import count
 from typing import NamedTuple
 
 import numpy as np
 
 from planner.config_lp import Types
-from planner.groups import Group, Solution, insert, remember
+from planner.groups import Group, Place, Solution, insert, put, remember, unused
 from planner.instance import Instance
 from planner.pack import Choice, choose_pack, group_seconds
 from planner.trials import Ranking, Table, make_table
@@ -143,14 +144,20 @@ def _group(instance: Instance, degree: int, state: State) -> Group:
 
 
 def fill(
-    instance: Instance, tables: Tables, prices: np.ndarray, jobs: np.ndarray, pattern: list[int], C: float
+    instance: Instance,
+    tables: Tables,
+    prices: np.ndarray,
+    jobs: np.ndarray,
+    pattern: Sequence[Place],
+    C: float,
 ) -> Solution | None:
-    """Return groups of the pattern's degrees filled in turn with all of some jobs; None where many are left."""
+    """Return groups of the pattern filled in turn with all of some jobs; None where many are left."""
     groups: Solution = []
-    for d in pattern:
-        found = Filler(instance, tables[d], prices, jobs, C).fill() if jobs.any() else None
+    for place in pattern:
+        table, room = tables[place.degree], C - place.start
+        found = Filler(instance, table, prices, jobs, room).fill() if jobs.any() else None
         if found is not None:
-            groups.append(_group(instance, d, found[1]))
+            groups.append(put(_group(instance, place.degree, found[1]), place))
             jobs = found[1].left
     return complete(instance, groups, jobs)
 
@@ -159,9 +166,12 @@ def dive(instance: Instance, tables: Tables, prices: np.ndarray, C: float) -> So
     """Return groups filled one by one for C, the degree of each that loses least a device; None where many jobs
     are left.
 
-    A group is repeated while there are jobs for twice as many. The last jobs go where they cost least, C or not.
+    A group is repeated while there are jobs for twice as many. The last jobs go where they cost least, C or not. Where
+    devices are busy, groups of the smallest degree are filled, those that are free first.
     """
     left = np.array([n for _, n in instance.counts])
+    if instance.busy:
+        return fill(instance, tables, prices, left, unused(instance, []), C)
     free, solution = instance.usable, []
     while left.any() and free:
         best: tuple[float, int, State] | None = None

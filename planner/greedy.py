@@ -9,7 +9,7 @@ from collections.abc import Callable
 from itertools import accumulate
 
 from planner.errors import PlanError
-from planner.groups import Group, Solution, makespan, split_group
+from planner.groups import Group, Place, Solution, makespan, put, split_group
 from planner.instance import Counts, Instance
 
 PRECISE = 4e-3  # relative width at which the bisection stops
@@ -86,31 +86,51 @@ def orders(instance: Instance) -> list[Counts]:
     return out
 
 
-def patterns(instance: Instance) -> list[tuple[int, ...]]:
-    """Return the lists of group degrees to try: as many of one degree as there are devices for, smaller ones
-    after.
-    """
+Pattern = tuple[Place, ...]
+
+
+def patterns(instance: Instance) -> list[Pattern]:
+    """Return the lists of groups to try: as many of one degree as there are devices for, smaller ones after."""
     out = []
     for degree in instance.degrees:
         groups, left = [], instance.devices.count
         for d in (degree, *reversed(instance.degrees)):
             groups += [d] * (left // d)
             left %= d
-        out.append(tuple(sorted(groups, reverse=True)))
+        out.append(places(instance, sorted(groups, reverse=True)))
     return list(dict.fromkeys(out))
 
 
-def cut(line: Line, pattern: tuple[int, ...], C: float) -> Solution | None:
-    """Cut a line into groups of the pattern's degrees, each within C; None where they do not suffice."""
+def places(instance: Instance, degrees: list[int]) -> Pattern:
+    """Return places for groups, the largest first; where devices are busy, on those that are free first.
+
+    A group's devices are a block whose number of the first is a multiple of their number.
+    """
+    if not instance.busy:
+        return tuple(Place(d) for d in degrees)
+    free, out = set(range(instance.devices.count)), []
+    for d in degrees:
+        blocks = [tuple(range(a, a + d)) for a in range(0, instance.devices.count - d + 1, d)]
+        on = min(
+            (b for b in blocks if free.issuperset(b)), key=lambda b: (instance.free_at(b), b), default=None
+        )
+        if on is not None:
+            free.difference_update(on)
+            out.append(Place(d, on, instance.free_at(on)))
+    return tuple(out)
+
+
+def cut(line: Line, pattern: Pattern, C: float) -> Solution | None:
+    """Cut a line into groups of the pattern, each within C; None where they do not suffice."""
     solution: Solution = []
     i, guess = 0, max(1, line.n // len(pattern))
-    for d in pattern:
-        j = line.furthest(i, d, C, guess)
+    for place in pattern:
+        j = line.furthest(i, place.degree, C - place.start, guess)
         if j == i:
             continue
-        group = line.group(i, j, d)
+        group = line.group(i, j, place.degree)
         assert group is not None
-        solution.append(group)
+        solution.append(put(group, place))
         i, guess = j, j - i
         if i == line.n:
             return solution
@@ -160,7 +180,7 @@ def bisect(attempt: Callable[[float], Solution | None], low: float, high: Soluti
     return best
 
 
-Found = dict[tuple[int, ...], Solution]  # the best solution of each pattern of groups; (): any mixture
+Found = dict[Pattern, Solution]  # the best solution of each pattern of groups; (): any mixture
 
 
 def cut_line(instance: Instance, items: Counts, found: Found, low: float) -> None:
@@ -169,11 +189,11 @@ def cut_line(instance: Instance, items: Counts, found: Found, low: float) -> Non
     A pattern whose best is more than KEEP above the best of all is given up early.
     """
     line = Line(instance, items)
-    attempts: dict[tuple[int, ...], Callable[[float], Solution | None]] = {
+    attempts: dict[Pattern, Callable[[float], Solution | None]] = {
         pattern: lambda C, pattern=pattern: cut(line, pattern, C)  # type: ignore[misc]
         for pattern in patterns(instance)
     }
-    if line.n <= MIXED_JOBS and len(instance.degrees) > 1:
+    if line.n <= MIXED_JOBS and len(instance.degrees) > 1 and not instance.busy:
         many = line.n >= 4 * instance.devices.count  # large groups are for few jobs
         degrees = instance.degrees[:2] if many else instance.degrees
         attempts[()] = lambda C: cut_mixed(line, degrees, C, instance.devices.count)

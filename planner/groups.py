@@ -8,12 +8,25 @@ from planner.pack import Choice, choose_pack, group_seconds, merge_counts
 SPLIT_CLASSES = 8  # a set of more classes is split only where data or batch sizes change
 
 
+class Place(NamedTuple):
+    """Hold a place for a device group: its degree, and where it matters its devices and when the last of them is
+    free.
+    """
+
+    degree: int
+    on: tuple[int, ...] = ()
+    start: float = 0.0
+
+
 class Group(NamedTuple):
-    """Hold the packs of one device group of a degree, in order, and the seconds they take."""
+    """Hold the packs of one device group of a degree, in order, and when they end; its devices where those are busy
+    first.
+    """
 
     degree: int
     packs: tuple[Choice, ...]
     seconds: float
+    on: tuple[int, ...] = ()
 
 
 Solution = list[Group]
@@ -24,13 +37,20 @@ def makespan(solution: Solution) -> float:
     return max((group.seconds for group in solution), default=0.0)
 
 
-def make_group(instance: Instance, degree: int, parts: list[Counts]) -> Group | None:
+def put(group: Group, place: Place) -> Group:
+    """Return a group that starts when its place is free."""
+    return group._replace(seconds=place.start + group.seconds, on=place.on)
+
+
+def make_group(
+    instance: Instance, degree: int, parts: list[Counts], on: tuple[int, ...] = ()
+) -> Group | None:
     """Make a group from the jobs of each of its packs; None where a pack does not fit."""
     packs = [choose_pack(instance, counts, degree) for counts in parts if counts]
     if any(pack is None for pack in packs):
         return None
     chosen = [pack for pack in packs if pack is not None]
-    return Group(degree, tuple(chosen), group_seconds(instance, chosen))
+    return Group(degree, tuple(chosen), instance.free_at(on) + group_seconds(instance, chosen), on)
 
 
 def remember(instance: Instance, group: Group) -> None:
@@ -40,6 +60,19 @@ def remember(instance: Instance, group: Group) -> None:
     key = (group.degree, merge_counts(*(pack.counts for pack in group.packs)))
     if key not in instance.met or group.seconds < instance.met[key].seconds:
         instance.met[key] = group
+
+
+def unused(instance: Instance, solution: Solution) -> list[Place]:
+    """Return the places of the smallest degree that a solution leaves, those free first; of some devices, where groups
+    of two or more are the smallest and devices are busy, none.
+    """
+    d = instance.degrees[0]
+    if not instance.busy:
+        free = instance.devices.count - sum(group.degree for group in solution)
+        return [Place(d)] * (free // d)
+    taken = {device for group in solution for device in group.on}
+    idle = sorted((s, device) for device, s in enumerate(instance.busy) if device not in taken)
+    return [Place(1, (device,), s) for s, device in idle] if d == 1 else []
 
 
 def insert(instance: Instance, solution: Solution, k: int) -> bool:
@@ -52,7 +85,7 @@ def insert(instance: Instance, solution: Solution, k: int) -> bool:
                 changed = [*parts[:p], merge_counts(parts[p], ((k, 1),)), *parts[p + 1 :]]
             else:
                 changed = [*parts, ((k, 1),)]
-            made = make_group(instance, group.degree, changed)
+            made = make_group(instance, group.degree, changed, group.on)
             if made is not None and (best is None or made.seconds < best[0]):
                 best = (made.seconds, g, made)
     if best is None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from planner.groups import Group, Solution, insert, make_group
+from planner.groups import Group, Place, Solution, insert, make_group, unused
 from planner.instance import Counts, Instance
 from planner.pack import merge_counts
 from planner.plan import Pack
@@ -27,17 +27,28 @@ def repair(instance: Instance, packs: Iterable[Pack]) -> Solution | None:
     free = instance.devices.count
     orphans = merge_counts(*(((class_of[j], 1),) for j in missing))
     for devices, parts in sorted(groups.items(), key=lambda item: (-len(item[0]), item[0])):
-        group = make_group(instance, len(devices), parts) if len(devices) <= free else None
+        place = _place(instance, solution, devices) if len(devices) <= free else None
+        group = make_group(instance, place.degree, parts, place.on) if place else None
         if group is None:
             orphans = merge_counts(orphans, *parts)
             continue
         free -= len(devices)
         solution.append(group)
-    while free >= instance.degrees[0]:
-        solution.append(Group(instance.degrees[0], (), 0.0))
-        free -= instance.degrees[0]
+    solution += [Group(place.degree, (), 0.0, place.on) for place in unused(instance, solution)]
     for k, n in orphans:
         for _ in range(n):
             if not insert(instance, solution, k):
                 return None
     return [group for group in solution if group.packs]
+
+
+def _place(instance: Instance, solution: Solution, devices: tuple[int, ...]) -> Place | None:
+    """Return a place for a group of an earlier plan: where devices are busy its own, None where they are taken."""
+    if not instance.busy:
+        return Place(len(devices))
+    taken = {device for group in solution for device in group.on}
+    return (
+        Place(len(devices), devices)
+        if max(devices) < instance.devices.count and not taken & set(devices)
+        else None
+    )

@@ -42,6 +42,7 @@ class Instance:
     cost: CostModel
     max_slots: int = 256
     policies: tuple[str, ...] = POLICIES
+    busy: tuple[float, ...] = ()  # seconds until each device is free; (): all are
     classes: list[JobSpec] = field(default_factory=list)
     members: list[list[str]] = field(default_factory=list)
     cache: dict = field(default_factory=dict)  # coefficients
@@ -53,6 +54,12 @@ class Instance:
     def __post_init__(self) -> None:
         if self.precision not in PRECISION_BYTES:
             raise PlanError(f"precision {self.precision!r}; allowed is {', '.join(PRECISION_BYTES)}")
+        if self.busy and len(self.busy) != self.devices.count:
+            raise PlanError(
+                f"busy_until has {len(self.busy)} numbers for {self.devices.count} devices; give one each"
+            )
+        if not all(math.isfinite(s) and s >= 0 for s in self.busy):
+            raise PlanError(f"busy_until is {self.busy}; seconds of at least 0 are needed")
         groups: dict[tuple, list[JobSpec]] = {}
         for job in self.jobs:
             groups.setdefault(job.shape_key(), []).append(job)
@@ -92,6 +99,23 @@ class Instance:
     def usable(self) -> int:
         """Return the devices that can work at one time: groups are multiples of the smallest degree."""
         return self.devices.count // self.degrees[0] * self.degrees[0]
+
+    def free_at(self, on: tuple[int, ...]) -> float:
+        """Return when the last of some devices is free; of unnamed ones, at once."""
+        return max((self.busy[device] for device in on), default=0.0)
+
+    def level(self, machine_s: float, setup: float) -> float:
+        """Return the least C by which the usable devices, those free first, have so many seconds in all, each after a
+        set-up.
+        """
+        starts = sorted(self.busy)[: self.usable] or [0.0] * self.usable
+        total = 0.0
+        for n, start in enumerate(starts, 1):
+            total += start
+            C = (machine_s + total) / n + setup
+            if n == len(starts) or C - setup <= starts[n]:
+                return C
+        raise AssertionError
 
     def fits_alone(self, k: int, degree: int) -> bool:
         """Say whether one job of a class can run by itself, at m = 1, on a group of this degree."""

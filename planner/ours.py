@@ -52,17 +52,19 @@ class Bound(NamedTuple):
 
 
 def bounds(instance: Instance) -> Bound:
-    """Return the best lower bound of all kinds."""
+    """Return the best lower bound of all kinds; before the first device is free, nothing is done."""
+    first = min(instance.busy, default=0.0)
     seconds, kind = lower_bound(instance)
+    seconds += first
     types = make_types(instance)
     lp = lp_bound(instance, types, seconds)
     if lp > seconds:
         seconds, kind = lp, "lp"
     prices = solve(instance, types, seconds * 1.02).prices
     if instance.n_jobs <= GROUP_JOBS:
-        found, better = group_bound(instance, types, seconds, prices)
-        if found > seconds:
-            return Bound(found, "groups", better)
+        found, better = group_bound(instance, types, seconds - first, prices)
+        if found + first > seconds:
+            return Bound(found + first, "groups", better)
     return Bound(seconds, kind, prices)
 
 
@@ -92,7 +94,8 @@ def ours(
 
     if makespan(best) <= goal:
         return best, name, False
-    if instance.n_jobs < FEW * instance.usable and len(instance.classes) <= FEW_CLASSES:
+    few = instance.n_jobs < FEW * instance.usable and not instance.busy
+    if few and len(instance.classes) <= FEW_CLASSES:
         instance.met = {}
         for group in best:
             remember(instance, group)

@@ -26,9 +26,9 @@ def place(instance: Instance, solution: Solution) -> list[Placed]:
     out: list[Placed] = []
     device = 0
     for group in sorted(solution, key=lambda g: (-g.degree, -g.seconds)):
-        on = tuple(range(device, device + group.degree))
+        on = group.on or tuple(range(device, device + group.degree))
         device += group.degree
-        clock = 0.0
+        clock = instance.free_at(group.on)
         compiled: set[tuple] = set()
         for n, choice in enumerate(group.packs):
             setup = instance.load_seconds(group.degree) if n == 0 else 0.0

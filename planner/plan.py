@@ -80,6 +80,7 @@ class Plan:
     prices: dict[str, float] = field(
         default_factory=dict
     )  # of jobs, which prove a bound of the kind `groups`
+    busy_until: tuple[float, ...] = ()  # seconds until each device is free; (): all are
     expected_s: float | None = None  # with early stopping: simulated mean; makespan_s is then an upper bound
     whole: dict[str, float] | None = None  # of a plan rung by rung: makespan_s and expected_s of whole jobs
 
@@ -112,6 +113,13 @@ class Plan:
                 raise PlanError(f"plan has schema {raw['schema']}; this version reads schema {SCHEMA}")
             raw = {key: value for key, value in raw.items() if key not in ("schema", "gap")}
             packs = tuple(Pack.from_dict(pack) for pack in raw.pop("packs"))
-            return Plan(**{**raw, "packs": packs, "notes": tuple(raw.get("notes", ()))})
+            return Plan(
+                **{
+                    **raw,
+                    "packs": packs,
+                    "notes": tuple(raw.get("notes", ())),
+                    "busy_until": tuple(raw.get("busy_until", ())),
+                }
+            )
         except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             raise PlanError(f"this is not a plan: {type(error).__name__}: {error}") from None

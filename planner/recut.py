@@ -8,8 +8,8 @@ import random
 import numpy as np
 
 from planner.fill import Tables, fill
-from planner.greedy import Line, bisect, cut
-from planner.groups import Solution, makespan, remember
+from planner.greedy import Line, Pattern, bisect, cut
+from planner.groups import Place, Solution, makespan, remember, unused
 from planner.instance import Counts, Instance
 from planner.pack import merge_counts
 
@@ -33,18 +33,18 @@ def pooled_line(instance: Instance, pooled: Counts, rng: random.Random) -> Count
     return tuple(sorted(pooled, key=key))
 
 
-def regrouped(pattern: list[int], degrees: tuple[int, ...], rng: random.Random) -> list[int]:
+def regrouped(pattern: list[Place], degrees: tuple[int, ...], rng: random.Random) -> list[Place]:
     """Return a pattern with two groups of one degree joined, or one halved, at random; itself where neither can be."""
-    joined = [d for d in degrees if 2 * d in degrees and pattern.count(d) > 1]
-    halved = [d for d in degrees if 2 * d in degrees and 2 * d in pattern]
+    out = [place.degree for place in pattern]
+    joined = [d for d in degrees if 2 * d in degrees and out.count(d) > 1]
+    halved = [d for d in degrees if 2 * d in degrees and 2 * d in out]
     changes = [([d, d], [2 * d]) for d in joined] + [([2 * d], [d, d]) for d in halved]
     if not changes:
         return pattern
     gone, new = rng.choice(changes)
-    out = list(pattern)
     for d in gone:
         out.remove(d)
-    return out + new
+    return [Place(d) for d in out + new]
 
 
 def recut(
@@ -61,7 +61,7 @@ def recut(
     """
     rng = random.Random(seed)
     groups = sorted(solution, key=lambda g: -g.seconds)
-    free = instance.devices.count - sum(group.degree for group in groups)
+    free = unused(instance, groups)
     for _ in range(rounds):
         if makespan(groups) <= goal or len(groups) < 2:
             break
@@ -70,9 +70,9 @@ def recut(
         chosen = [slow, *rng.sample(others, min(len(others), rng.choice((1, 1, 2, 2, 3))))]
         pool = [groups[g] for g in chosen]
         pooled = merge_counts(*(pack.counts for group in pool for pack in group.packs))
-        pattern = [group.degree for group in pool]
-        if free >= instance.degrees[0] and rng.random() < 0.5:
-            pattern.append(instance.degrees[0])
+        pattern = [Place(group.degree, group.on, instance.free_at(group.on)) for group in pool]
+        if len(free) and rng.random() < 0.5:
+            pattern.append(free[0])
         if instance.met is not None and rng.random() < REGROUP:
             pattern = regrouped(pattern, instance.degrees, rng)
         rng.shuffle(pattern)
@@ -91,11 +91,11 @@ def recut(
             continue
         groups = [group for g, group in enumerate(groups) if g not in chosen] + found
         groups.sort(key=lambda g: -g.seconds)
-        free = instance.devices.count - sum(group.degree for group in groups)
+        free = unused(instance, groups)
     return groups
 
 
-def _cut(instance: Instance, items: Counts, pattern: tuple[int, ...], worst: float) -> Solution | None:
+def _cut(instance: Instance, items: Counts, pattern: Pattern, worst: float) -> Solution | None:
     """Cut a line into groups of the pattern's degrees, all faster than `worst`, as fast as bisection finds."""
     line = Line(instance, items)
     found = cut(line, pattern, worst * (1 - 1e-4))

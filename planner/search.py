@@ -8,7 +8,7 @@ problem, so the same input gives the same plan.
 import math
 import random
 
-from planner.groups import Group, Solution, makespan, remember
+from planner.groups import Group, Solution, makespan, remember, unused
 from planner.instance import Counts, Instance
 from planner.pack import Choice, choose_pack, group_seconds, merge_counts
 
@@ -21,16 +21,15 @@ class State:
 
     def __init__(self, instance: Instance, solution: Solution) -> None:
         self.instance = instance
+        solution = [
+            *solution,
+            *(Group(place.degree, (), 0.0, place.on) for place in unused(instance, solution)),
+        ]
         self.degrees = [group.degree for group in solution]
+        self.on = [group.on for group in solution]
+        self.start = [instance.free_at(on) for on in self.on]
         self.packs: list[tuple[Choice, ...]] = [group.packs for group in solution]
         self.seconds = [group.seconds for group in solution]
-        free = instance.devices.count - sum(self.degrees)
-        for d in sorted(instance.degrees, reverse=True):
-            while free >= d and d == instance.degrees[0]:
-                self.degrees.append(d)
-                self.packs.append(())
-                self.seconds.append(0.0)
-                free -= d
         self.scale = max(self.seconds)
         self.energy_sum = sum(self.term(s) for s in self.seconds)
 
@@ -44,9 +43,13 @@ class State:
 
     def try_parts(self, parts: Parts) -> tuple[float, dict[int, float]]:
         """Return the sum of terms if some groups had other packs, and those groups' seconds."""
-        seconds = {g: group_seconds(self.instance, list(packs)) for g, packs in parts.items()}
+        seconds = {g: self.end(g, packs) for g, packs in parts.items()}
         change = sum(self.term(s) - self.term(self.seconds[g]) for g, s in seconds.items())
         return self.energy_sum + change, seconds
+
+    def end(self, g: int, packs: tuple[Choice, ...]) -> float:
+        """Return when a group would end with other packs."""
+        return self.start[g] + group_seconds(self.instance, list(packs)) if packs else 0.0
 
     def accept(self, parts: Parts, total: float, seconds: dict[int, float]) -> None:
         """Make a change."""
@@ -59,8 +62,8 @@ class State:
     def solution(self) -> Solution:
         """Return the groups in use."""
         return [
-            Group(d, packs, seconds)
-            for d, packs, seconds in zip(self.degrees, self.packs, self.seconds, strict=True)
+            Group(d, packs, seconds, on)
+            for d, packs, seconds, on in zip(self.degrees, self.packs, self.seconds, self.on, strict=True)
             if packs
         ]
 

@@ -270,11 +270,11 @@ def simulate(
     fates = _fates(everyone, world, rng)
     if plan.packs and plan.packs[0].rung is not None:
         return _climb(plan, everyone, world, rng, fates, replan)
-    return _run(_Run(plan.packs, plan.precision, everyone, world, rng, fates))
+    return _run(_Run(plan.packs, plan.precision, everyone, world, rng, fates), plan.busy_until)
 
 
-def _run(run: _Run) -> Outcome:
-    """Let each device take one pack after another."""
+def _run(run: _Run, busy_until: Sequence[float] = ()) -> Outcome:
+    """Let each device take one pack after another, from when it is free."""
     packs = sorted(run.packs, key=lambda pack: (pack.start_s, pack.devices))
     before = [  # the packs that must end first: the last one on each device
         {max((q for q in range(p) if device in packs[q].devices), default=-1) for device in packs[p].devices}
@@ -287,7 +287,8 @@ def _run(run: _Run) -> Outcome:
     while waiting or running:
         for p in sorted(waiting):
             if before[p] <= ended.keys():
-                ready = max((ended[q] for q in before[p]), default=0.0)
+                free = [busy_until[device] for device in packs[p].devices] if busy_until else []
+                ready = max([*(ended[q] for q in before[p]), *free], default=0.0)
                 heapq.heappush(running, (ready, p, run.run_pack(packs[p], ready)))
                 waiting.discard(p)
         clock, p, events = heapq.heappop(running)

@@ -99,12 +99,14 @@ def plan_jobs(
     incumbent: Sequence[planner.Pack] | None = None,
     begun: Mapping[str, float] | None = None,
     rung: int = 0,
+    busy_until: Sequence[float] = (),
 ) -> planner.Plan:
     """Plan jobs whose data is read: `train` holds each job's rows, `scored` the tokens it is scored on.
 
     With `corners`, which ask for all that a search space can, the jobs are places for any job of the space. An
-    `incumbent` is the packs of an earlier plan, which takes part. With `begun`, the share of their training that jobs
-    have done (others none), they are planned as far as their next rungs, in packs of rung number `rung`.
+    `incumbent` is the packs of an earlier plan, which takes part; `busy_until` the seconds until each device is free.
+    With `begun`, the share of their training that jobs have done (others none), they are planned as far as their next
+    rungs, in packs of rung number `rung`.
 
     Raises:
       UserError: no plan is possible, or the sweep names other devices than this process has.
@@ -117,14 +119,14 @@ def plan_jobs(
         specs = _widened(specs, most)
     problem = _problem(sweep, config, jobs, specs, devices)
     if begun is None:
-        return solve(problem, cost_model, incumbent)
+        return solve(problem, cost_model, incumbent, busy_until)
     ladders = _ladders(sweep.early_stop) or (lambda _: planner.Ladder(1, ()))
     rests = [
         planner.rest(spec, ladders(spec), begun.get(spec.job_id, 0.0), problem.shape)
         for spec in problem.specs
     ]
     problem = problem._replace(specs=rests, early_stop=EarlyStop(), by_rung=False)
-    plan = solve(problem, cost_model, incumbent or ())
+    plan = solve(problem, cost_model, incumbent or (), busy_until)
     return replace(plan, packs=tuple(replace(pack, rung=rung) for pack in plan.packs))
 
 
@@ -235,6 +237,7 @@ def solve(
     problem: Problem,
     cost_model: planner.CostModel | None = None,
     incumbent: Sequence[planner.Pack] | None = None,
+    busy_until: Sequence[float] = (),
 ) -> planner.Plan:
     """Plan a problem; the plan's `jobs` carry the fields of the sweep beside the planner's.
 
@@ -258,6 +261,7 @@ def solve(
             cost_model=cost_model,
             options=options,
             incumbent=incumbent,
+            busy_until=busy_until,
         )
     except planner.PlanError as error:
         raise UserError(str(error)) from None

@@ -3,7 +3,7 @@
 import copy
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -99,12 +99,13 @@ SHAPE = planner.decoder_shape("tiny", 2, 16, 32, 2, 1, 8, 64, tied=True)
 CPU = planner.cpu_device(8 * 10**9, 2)
 
 
-def solve(names, scale, packs, slots=2):
+def solve(names, scale, packs, busy_until=(), slots=2):
     """Plan with the real planner, two slots a pack."""
     cost = planner.cost_model(CPU.spec).slowed(scale)
     options = planner.Options(max_slots=slots, baselines=False)
     specs = [SPECS[name] for name in names]
-    return planner.make_plan(specs, SHAPE, CPU, precision="fp32", cost_model=cost, options=options)
+    more = {"cost_model": cost, "options": options, "busy_until": busy_until}
+    return planner.make_plan(specs, SHAPE, replace(CPU, count=len(busy_until) or 1), precision="fp32", **more)
 
 
 @pytest.fixture
@@ -163,7 +164,7 @@ def test_the_plan_stays_when_the_pace_is_that_of_the_plan(begun, seen):
 def test_the_plan_stays_when_no_plan_ends_earlier_or_none_is_found(begun):
     seen = [Seen("pack-001", 10, 2.0)]
     assert replan(begun.state, seen, lambda *_: None) is None
-    assert replan(begun.state, seen, lambda names, scale, _: solve(names, 30 * scale, [])) is None
+    assert replan(begun.state, seen, lambda names, scale, *_: solve(names, 30 * scale, [])) is None
 
 
 def test_what_was_begun_or_ended_is_never_planned_again(begun):
@@ -182,6 +183,26 @@ def test_what_was_begun_or_ended_is_never_planned_again(begun):
     assert found.kept_s == pytest.approx(2 * left + third["setup_s"] + 2 * alone)
     begun.append("withdraw", job_id=E)
     assert replan(begun.state, [Seen("pack-001", 30, 2.0)], solve) is None
+
+
+def test_a_new_plan_counts_with_when_each_worker_is_free(begun):
+    """One of three trains the first pack: the new plan ends when workers that take packs in turn are done."""
+    devices = asdict(replace(CPU, count=3))
+    begun.append("settings", settings={**begun.state.settings, "devices": devices})
+    place(begun, "pack-001", A, B)
+    told = []
+
+    def look(names, scale, packs, busy_until):
+        told.append(busy_until)
+        return solve(names, scale, packs, busy_until)
+
+    first = begun.state.packs["pack-001"]
+    found = replan(begun.state, [Seen("pack-001", 10, 30.0)], look)
+    left = 30.0 * (first["steps"] - 10) * first["step_s"]
+    assert told == [[0.0, 0.0, pytest.approx(left)]]
+    assert found and planned(found.packs) == sorted([C, D, E, F])
+    assert all(pack["start_s"] >= told[0][device] for pack in found.packs for device in pack["devices"])
+    assert found.left_s == pytest.approx(max([left, *(pack["end_s"] for pack in found.packs)]))
 
 
 def test_the_journal_folds_to_the_new_packs(begun):
@@ -205,12 +226,12 @@ def replanner(begun, monkeypatch):
     """Give a driver's re-planner whose solver calls `during` first, and the list of events that it writes."""
     told, during = [], []
 
-    def plan_jobs(sweep, config, jobs, *_, cost_model, incumbent, begun, rung):
+    def plan_jobs(sweep, config, jobs, *_, cost_model, incumbent, busy_until, begun, rung):
         assert begun is None and rung == 0  # whole jobs
         for act in during:
             act()
         assert [set(pack.jobs) for pack in incumbent] == [{C, D}, {E, F}]
-        return solve([job.job_id for job in jobs], 2.0, incumbent)
+        return solve([job.job_id for job in jobs], 2.0, incumbent, busy_until)
 
     monkeypatch.setattr("plora_jax.engine.replan.plan_jobs", plan_jobs)
     run = SimpleNamespace(event=lambda kind, **values: told.append((kind, values)))

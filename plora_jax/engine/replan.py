@@ -30,8 +30,8 @@ from plora_jax.planning import plan_jobs
 DRIFT = 0.1  # departure of step times from the plan that is worth another plan
 
 # Plans jobs (by job_id) for a device that is so many times slower than the cost model; None where it cannot. The last
-# argument is the packs they are in now.
-Solve = Callable[[Sequence[str], float, Sequence[planner.Pack]], planner.Plan | None]
+# arguments are the packs they are in now, and the seconds until each worker is free.
+Solve = Callable[[Sequence[str], float, Sequence[planner.Pack], Sequence[float]], planner.Plan | None]
 
 
 class Seen(NamedTuple):
@@ -91,10 +91,11 @@ def replan(state: RunState, seen: Sequence[Seen], solve: Solve) -> Replan | None
     if factor is None or not jobs or not drifted(state, waiting, factor):
         return None
     old = {name: planner.Pack.from_dict(state.packs[name]) for name in waiting}
-    plan = solve(jobs, factor, list(old.values()))
+    running, count = _running(state, seen), state.settings["devices"]["count"]
+    free = sorted([*running, *[0.0] * (count - len(running))])[:count]
+    plan = solve(jobs, factor, list(old.values()), free)
     if plan is None:
         return None
-    running, count = _running(state, seen), state.settings["devices"]["count"]
     then = [_seconds(pack, waiting[name], 1.0) for name, pack in old.items()]
     kept = [_seconds(pack, waiting[name], factor / state.scale.get(name, 1.0)) for name, pack in old.items()]
     now = [_seconds(pack, pack.jobs, 1.0) for pack in sorted(plan.packs, key=lambda pack: pack.start_s)]
@@ -115,11 +116,12 @@ def plan_left(
     *,
     rung: int | None,
     packs: Sequence[planner.Pack] = (),
+    busy_until: Sequence[float] = (),
 ) -> planner.Plan | None:
     """Plan jobs for workers that have the base loaded: whole, or to their next rungs in packs of rung number `rung`.
 
     None where their data is not at hand. `packs` are those they are in now, `scale` is how much slower than the cost
-    model the device is.
+    model the device is, `busy_until` the seconds until each worker is free.
 
     Raises:
       UserError: no plan is possible.
@@ -147,6 +149,7 @@ def plan_left(
         devices,
         cost_model=replace(slowed, load_s=0.0, load_bytes_s=math.inf),  # the base is resident
         incumbent=packs,
+        busy_until=busy_until,
         begun=begun,
         rung=rung or 0,
     )
@@ -211,14 +214,26 @@ class Replanner:
             self._seen_at -= 1  # a worker was faster: look again
 
     def _solve(
-        self, names: Sequence[str], scale: float, packs: Sequence[planner.Pack]
+        self,
+        names: Sequence[str],
+        scale: float,
+        packs: Sequence[planner.Pack],
+        busy_until: Sequence[float],
     ) -> planner.Plan | None:
         rungs = {pack.rung for pack in packs}
         if len(rungs) > 1:  # some train whole jobs, or jobs were added meanwhile
             return None
         try:
             return plan_left(
-                self.journal, self.sweep, self.config, self.task, names, scale, rung=rungs.pop(), packs=packs
+                self.journal,
+                self.sweep,
+                self.config,
+                self.task,
+                names,
+                scale,
+                rung=rungs.pop(),
+                packs=packs,
+                busy_until=busy_until,
             )
         except UserError:
             return None
