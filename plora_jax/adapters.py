@@ -10,7 +10,7 @@ import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -96,53 +96,61 @@ def init_adapter(config: ModelConfig, job: Job) -> Adapter:
     Each module's A depends on the job's seed, the site's name, the layer and the true rank alone: not on the
     bucket, the pack, or which other modules are targeted.
     """
-    out = {}
     sites = {site.name: site for site in config.sites}
-    for name, rank in ranks(config, job).items():
-        a = np.zeros((config.n_layers, int(rank.max()), sites[name].d_in), np.float32)
+    modules = tuple(
+        (name, sites[name].d_in, sites[name].d_out, tuple(rank.tolist()))
+        for name, rank in ranks(config, job).items()
+    )
+    return _draw(job.seed, modules)
+
+
+@partial(jax.jit, static_argnums=1)
+def _draw(seed: int, modules: tuple[tuple[str, int, int, tuple[int, ...]], ...]) -> Adapter:
+    """Draw all modules, (site, d_in, d_out, rank of every layer), in one program."""
+    out = {}
+    for name, d_in, d_out, by_layer in modules:
+        rank = np.array(by_layer)
+        a = jnp.zeros((len(rank), int(rank.max()), d_in), jnp.float32)
         for r in np.unique(rank[rank > 0]):
             layers = np.flatnonzero(rank == r)
-            a[layers, :r] = np.asarray(
-                _kaiming(
-                    job.seed,
-                    np.uint32(zlib.crc32(name.encode())),
-                    jnp.asarray(layers),
-                    (int(r), sites[name].d_in),
-                )
-            )
-        b = np.zeros((config.n_layers, sites[name].d_out, a.shape[1]), np.float32)
-        out[name] = Factors(jnp.asarray(a), jnp.asarray(b))
+            a = a.at[layers, :r].set(_kaiming(seed, np.uint32(zlib.crc32(name.encode())), layers, (r, d_in)))
+        out[name] = Factors(a, jnp.zeros((len(rank), d_out, a.shape[1]), jnp.float32))
     return out
 
 
-@partial(jax.jit, static_argnums=3)
-def _kaiming(seed: int, site: np.uint32, layers: Array, shape: tuple[int, int]) -> Array:
+def _kaiming(seed: int, site: np.uint32, layers: np.ndarray, shape: tuple[int, int]) -> Array:
     # the bit generator is named so that a changed JAX default cannot change a job's start
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), site)
     bound = 1.0 / math.sqrt(shape[1])
     draw = partial(jax.random.uniform, shape=shape, dtype=jnp.float32, minval=-bound, maxval=bound)
-    return jax.vmap(lambda layer: draw(jax.random.fold_in(key, layer)))(layers)
+    return jax.vmap(lambda layer: draw(jax.random.fold_in(key, layer)))(jnp.asarray(layers))
 
 
 def pad_adapter(
     config: ModelConfig, adapter: Mapping[str, Factors], bucket: int, sites: Iterable[str]
 ) -> Adapter:
     """Return the adapter at rank `bucket` over exactly `sites`; new rows, columns and sites are zero."""
-    shapes = {site.name: site for site in config.sites}
+    names = set(sites)
+    wanted = {site.name: (site.d_in, site.d_out) for site in config.sites if site.name in names}
+    if missing := set(adapter) - set(wanted):
+        raise ValueError(
+            f"sites {sorted(missing)} of the adapter are not among the pack's sites {sorted(wanted)}"
+        )
     dtype = np.result_type(np.float32, *[factors.a.dtype for factors in adapter.values()])
+    return _pad(dict(adapter), tuple(wanted.items()), config.n_layers, bucket, dtype)
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _pad(
+    adapter: Adapter, sites: tuple[tuple[str, tuple[int, int]], ...], layers: int, bucket: int, dtype: Any
+) -> Adapter:
     out = {}
-    for name in sites:
-        site = shapes[name]
-        a = np.zeros((config.n_layers, bucket, site.d_in), dtype)
-        b = np.zeros((config.n_layers, site.d_out, bucket), dtype)
+    for name, (d_in, d_out) in sites:
+        a, b = jnp.zeros((layers, bucket, d_in), dtype), jnp.zeros((layers, d_out, bucket), dtype)
         if name in adapter:
             r = adapter[name].a.shape[1]
-            a[:, :r], b[:, :, :r] = adapter[name].a, adapter[name].b
-        out[name] = Factors(jnp.asarray(a), jnp.asarray(b))
-    if missing := set(adapter) - set(out):
-        raise ValueError(
-            f"sites {sorted(missing)} of the adapter are not among the pack's sites {sorted(out)}"
-        )
+            a, b = a.at[:, :r].set(adapter[name].a), b.at[:, :, :r].set(adapter[name].b)
+        out[name] = Factors(a, b)
     return out
 
 
