@@ -1,11 +1,13 @@
 """`plora bench step` measures the real step: its numbers belong together, and memory is counted, not guessed."""
 
 import json
+from dataclasses import replace
 
 import jax
 import pytest
 
 from planner import CostModel, StepShape, step_memory
+from planner.time import cost_model
 from plora_jax.bench import profile
 from plora_jax.bench import step as bench
 from plora_jax.bench.step import measure_step
@@ -15,7 +17,7 @@ from plora_jax.errors import UserError
 from plora_jax.jobs import Job
 from plora_jax.models.decoder import Runtime
 from plora_jax.models.load import load_base
-from plora_jax.planning import model_shape
+from plora_jax.planning import find_devices, model_shape
 from plora_jax.training.recompute import cheapest, choices, needed_bytes, with_policy
 from plora_jax.training.step import pack_spec
 from tests import tiny
@@ -136,11 +138,12 @@ def test_a_profile_becomes_a_cost_model_that_plans(tmp_path, capsys, monkeypatch
     assert key == f"{model}/1/none/fp32" and cost.memory.source == "7 points"
     base = load_base(str(model), random_weights=True, precision="fp32")
     shape = model_shape(base.config, str(model))
-    real = measure_step(base, jobs=5, m=1, length=32, rank=8, repeats=0)["total_bytes"]
-    predicted = step_memory(
-        shape, StepShape(1, 5, 1, 32, 8, "none", accumulate=False), "fp32", cost.memory, "xla"
-    )
+    measured = measure_step(base, jobs=5, m=1, length=32, rank=8, repeats=0)
+    step = StepShape(1, 5, 1, 32, 8, "none", accumulate=False)
+    real, predicted = measured["total_bytes"], step_memory(shape, step, "fp32", cost.memory, "xla")
     assert real <= predicted < 1.3 * real
+    shipped = replace(cost_model(find_devices("cpu").spec).memory, margin=0.0)  # what a plan would start from
+    assert measured["predicted_bytes"] == step_memory(shape, step, "fp32", shipped, "xla")
     sweep = tiny.write_sweep(tmp_path)
     arguments = ["plan", str(sweep), "--devices", "cpu", "--cost-model", str(out)]
     assert main(arguments) == 0

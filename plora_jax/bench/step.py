@@ -17,17 +17,18 @@ from flax import nnx
 
 from pallas_kernels import using
 from planner import StepShape, step_memory
-from planner.memory import MemoryModel
+from planner.time import CostModel, cost_model
 from plora_jax.bench.gemms import measure_ceiling
 from plora_jax.bench.trace import profile_steps
 from plora_jax.errors import UserError
 from plora_jax.evaluation.scorer import runtime_for
 from plora_jax.jobs import Job
+from plora_jax.machine import Gpu
 from plora_jax.models.config import ModelConfig
 from plora_jax.models.decoder import Decoder, Runtime
 from plora_jax.models.find import load_config
 from plora_jax.models.load import Base, load_base
-from plora_jax.planning import model_shape
+from plora_jax.planning import find_devices, gpu_spec, model_shape
 from plora_jax.training.batch import Batch
 from plora_jax.training.recompute import cheapest, device_bytes, needed_bytes, with_policy
 from plora_jax.training.step import PackSpec, PackState, empty_pack, make_train_step, pack_spec
@@ -121,12 +122,11 @@ def measure_step(
         plain = with_policy(plain, recompute, config.n_layers)
     chosen = replace(plain, **(runtime or {}))
     batch = random_batch(config.vocab_size, jobs, m, length)
-    precision = base.precision
+    precision, memory_model = base.precision, replace(_device_table().memory, margin=0.0)
 
     def predict(runtime: Runtime) -> float:
         shape = StepShape(1, jobs, m, length, spec.rank, runtime.recompute, accumulate=accumulate)
-        model = MemoryModel(margin=0.0)
-        return step_memory(model_shape(config, base.name), shape, precision, model, runtime.attention)
+        return step_memory(model_shape(config, base.name), shape, precision, memory_model, runtime.attention)
 
     def make(runtime: Runtime) -> Program:
         return compile_step(base, spec, batch, runtime, micro_steps, options)
@@ -240,6 +240,15 @@ def _time(base: Base, program: Program, repeats: int, micro_steps: int, parts: b
         found = profile_steps(program.compiled, once)
         result["parts"] = {name: ms / micro_steps for name, ms in found.items()}
     return result
+
+
+def _device_table() -> CostModel:
+    """Return the planner's table of the device that JAX runs on."""
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return cost_model(find_devices("cpu").spec)
+    total = (device.memory_stats() or {}).get("bytes_limit", 0)
+    return cost_model(gpu_spec(Gpu(device.device_kind, total // 2**20, "")))
 
 
 @contextlib.contextmanager
