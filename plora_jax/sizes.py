@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from plora_jax.config.sweep import DataConfig, Sweep
-from plora_jax.data.formats import Record, to_record
+from plora_jax.data.formats import Record, to_record, too_long
 from plora_jax.data.read import Faults, read_rows
 from plora_jax.errors import UserError
 
@@ -37,7 +37,8 @@ def data_size(sweep: Sweep, name: str, count: Count | None, rows: int | None = N
     `rows` stands in where the data is not at hand.
 
     Raises:
-      UserError: the data cannot be read, or is not at hand and `rows` is not given.
+      UserError: the data cannot be read, a row is too long and `on_long` is "error", or the data is not at hand and
+        `rows` is not given.
     """
     data, path = sweep.data, sweep.path(name)
     longest = data.max_length
@@ -72,6 +73,8 @@ def records(path: Path, data: DataConfig) -> Iterator[Record]:
 
 def _measure(kept: list[Record], data: DataConfig, count: Count) -> Size:
     texts = [_text(record) for record in kept]
+    if data.on_long == "error":
+        _check_long(kept, texts, data.max_length, count)
     step = max(1, len(texts) // SAMPLE)
     sample = range(0, len(texts), step)
     longest = heapq.nlargest(SAMPLE // 10, range(len(texts)), key=lambda i: len(texts[i]))
@@ -85,6 +88,17 @@ def _measure(kept: list[Record], data: DataConfig, count: Count) -> Size:
     rows = math.ceil(len(kept) * len(means) / len(sample))
     how = "tokenised" if step == 1 else f"{len(chosen)} rows tokenised"
     return Size(rows, sum(means) / len(means), max(lengths.values()), how)
+
+
+def _check_long(kept: Sequence[Record], texts: Sequence[str], longest: int, count: Count) -> None:
+    """Raise what a sweep would for the first row whose text alone, without BOS and EOS, is longer than it may be.
+
+    A text has no more tokens than bytes. Conversations are left out: what a template makes of them is not known here.
+    """
+    long = [i for i, text in enumerate(texts) if not kept[i].turns and len(text.encode()) > longest]
+    for i, n in zip(long, count([texts[i] for i in long]), strict=True):
+        if n > longest:
+            raise too_long(kept[i].where, n, longest)
 
 
 def _text(record: Record) -> str:

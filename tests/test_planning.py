@@ -11,10 +11,11 @@ import planner
 from planner import Plan
 from plora_jax.bench.step import measure_step
 from plora_jax.config.sweep import Sweep, load_sweep
+from plora_jax.data.encode import read_examples
 from plora_jax.errors import UserError
 from plora_jax.jobs import Job
 from plora_jax.machine import Gpu, cores, memory_bytes
-from plora_jax.models.find import load_config
+from plora_jax.models.find import load_config, load_tokenizer
 from plora_jax.models.load import load_base
 from plora_jax.models.presets import preset
 from plora_jax.planning import (
@@ -33,6 +34,8 @@ from plora_jax.search.configurations import search_jobs
 from plora_jax.sizes import Size, data_size, token_counter
 from plora_jax.training.step import pack_spec
 from tests.tiny import ROWS, write_model, write_rows, write_sweep
+
+TURN = {"role": "assistant", "content": "red"}
 
 
 def planned(sweep: Sweep, devices: str = "cpu-16GB", rows: int | None = None) -> Plan:
@@ -116,6 +119,25 @@ def test_long_rows_are_cut_or_dropped_as_the_sweep_says(tmp_path: Path) -> None:
         sweep = load_sweep(write_sweep(tmp_path, data=data | {"on_long": on_long}))
         write_rows(tmp_path / "train.jsonl", [ROWS[0], long])
         assert data_size(sweep, "train.jsonl", token_counter(sweep.model))[:3] == expected
+
+
+def test_a_row_too_long_is_refused_by_the_plan_as_by_the_sweep(tmp_path: Path) -> None:
+    """Words are tokens: 16 and EOS pass the plan, which does not know what the model's tokenizer adds; 41 do not."""
+    data = {"train": "train.jsonl", "max_length": 16, "on_long": "error"}
+    sweep = load_sweep(write_sweep(tmp_path, data=data))
+    rows = [{"prompt": "one " * n, "completion": " red"} for n in (3, 15, 40)]
+    train = write_rows(tmp_path / "train.jsonl", rows)
+    with pytest.raises(UserError) as planned_:
+        planned(sweep)
+    write_rows(train, [rows[0], rows[2]])
+    with pytest.raises(UserError) as swept:
+        read_examples(train, load_tokenizer(sweep.model), max_length=16, on_long="error")
+    said = str(planned_.value).replace("line 3", "line 2").replace("41 tokens", "TOKENS")
+    assert said == re.sub(r"4[123] tokens", "TOKENS", str(swept.value)) and "line 3" in str(planned_.value)
+    write_rows(train, rows[:2])
+    assert len(planned(sweep).jobs) == 4
+    write_rows(train, [{"messages": [{"role": "user", "content": "one " * 40}, TURN]}])
+    assert len(planned(sweep).jobs) == 4, "how long a conversation is only the sweep knows"
 
 
 def test_a_large_file_is_sampled_and_its_longest_row_is_found(tmp_path: Path) -> None:

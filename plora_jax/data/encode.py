@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Int32, Int64
 
 from plora_jax.data.examples import DataReport, Examples, Source
-from plora_jax.data.formats import FIELDS, Record, to_record
+from plora_jax.data.formats import FIELDS, Record, to_record, too_long
 from plora_jax.data.read import Faults, OnBadRow, read_rows
 from plora_jax.data.template import Span, Template
 from plora_jax.errors import UserError
@@ -210,10 +210,7 @@ def _fit(
     """Cut a row to `max_length`, or None where it is dropped; what happens is counted in `lost`."""
     ids, mask = labelled
     if len(ids) > max_length and on_long == "error":
-        raise UserError(
-            f"{where}: has {len(ids)} tokens, more than data.max_length {max_length} "
-            "(data.on_long: truncate or drop lets it pass)."
-        )
+        raise too_long(where, len(ids), max_length)
     if len(ids) > max_length and on_long == "drop":
         lost["too_long"] += 1
         return None

@@ -49,6 +49,14 @@ class Record(NamedTuple):
         return not self.completion.strip()
 
 
+def too_long(where: str, tokens: int, max_length: int) -> UserError:
+    """Return the error of a row of too many tokens, where `data.on_long` lets none pass."""
+    return UserError(
+        f"{where}: has {tokens} tokens, more than data.max_length {max_length} "
+        "(data.on_long: truncate or drop lets it pass)."
+    )
+
+
 def detect(row: Row) -> str:
     """Return the format whose fields the row has (values that are null count as absent when another fits)."""
     fields = row.fields
