@@ -91,6 +91,51 @@ def test_a_job_that_another_pack_took_is_lost_with_neither(journal):
     assert not journal.state.finished
 
 
+def scored(journal, job_id, step, fraction):
+    line = {"job_id": job_id, "step": step, "fraction": fraction}
+    journal.append("score", **line, value=1.0, loss=1.0, train_loss=1.0)
+    journal.append("verdict", job_id=job_id, step=step, stop=False, reason="")
+
+
+def test_a_job_that_left_its_pack_at_a_rung_waits_for_the_next_plan(journal):
+    place(journal, "pack-001", A, B)
+    scored(journal, A, 3, 0.1)
+    journal.append("pause", pack="pack-001", job_id=A, step=3)
+    assert journal.state.at_rung == [] and journal.state.waiting("pack-001") == []  # its pack is open
+    journal.append("limit", pack="pack-001", slots=[{"bucket": 8}], m=1, policy="layer")
+    assert journal.state.waiting("pack-001") == [B]  # what A came to stays
+    journal.append("place", pack="pack-001", at=0, slot=0, job_id=B)
+    for job_id in (B, C, D):
+        journal.append("ended", job_id=job_id, status="completed", tokens=1)
+    for name in ("pack-001", "pack-002", "base", "test"):
+        journal.append("done", pack=name)
+    assert journal.state.at_rung == [A] and not journal.state.finished
+    left = [JOBS[name] for name in (A, B, C, D)]
+    assert [job.job_id for job in _unfinished(journal.path.parent, left)] == [B, C, D]  # they left no record
+
+    journal.add_plan({}, [pack(A) | {"rung": 1}])
+    assert journal.state.at_rung == [] and journal.state.waiting("pack-003") == [A]
+    place(journal, "pack-003", A)
+    assert journal.state.from_step == {("pack-003", A): 3}
+    scored(journal, A, 9, 0.3)
+    journal.append("limit", pack="pack-003", slots=[{"bucket": 8}], m=1, policy="layer")
+    assert journal.state.waiting("pack-003") == [A]  # it begins again from the rung that it came from
+    assert [point.step for point in journal.state.points[A]] == [3]
+    assert [key for key in (*journal.state.scores, *journal.state.verdicts) if key[0] == A] == [(A, 3)] * 2
+    place(journal, "pack-003", A)
+    assert journal.state.from_step == {("pack-003", A): 3}
+    journal.append("pause", pack="pack-003", job_id=A, step=9)
+    assert journal.state.left_paused("pack-003", A) and not journal.state.left_paused("pack-001", A)
+    journal.append("done", pack="pack-003")
+    journal.append("done", pack="test")
+    assert journal.state.at_rung == [A] and not journal.state.finished
+    again = Journal(journal.path)
+    assert again.refresh() == journal.state
+    again.close()
+    journal.append("ended", job_id=A, status="stopped", tokens=1)
+    assert journal.state.at_rung == [] and journal.state.finished
+
+
 SPECS = {
     name: planner.JobSpec(name, 4, 4, 400 * n, 9.0, 10, "rows", eval_tokens=30)
     for n, name in enumerate(JOBS, 1)

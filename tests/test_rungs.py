@@ -10,6 +10,7 @@ from plora_jax.cli import main
 from plora_jax.engine import rung
 from plora_jax.engine.journal import Journal
 from plora_jax.engine.packrun import PackRun
+from plora_jax.report.runview import open_view
 from scripts.kill_test import differences, results
 from tests.test_packrun import arm, events, lines, root, run  # noqa: F401  fixtures
 
@@ -78,6 +79,23 @@ def test_asha_rung_by_rung_stops_on_arrival_and_once_more_before_the_next_plan(c
     assert went[0] <= came[0] // 3 and went[1] <= max(1, came[1] // 3) and went[0] >= went[1] == 1
 
 
+def test_the_report_shows_where_a_job_was(calm):
+    out, rows, _ = calm
+    (moved,) = [job for job, row in rows.items() if row["steps"] == 18]
+    _, view = open_view(out)
+    bars = sorted((bar for bar in view.bars if bar.job_id == moved), key=lambda bar: bar.start)
+    packs = state_of(out).packs
+    assert [packs[bar.pack]["rung"] for bar in bars] == [0, 1, 2]
+    paused = {
+        event["step"]: view.clock(event["time"])
+        for event in events(out, "paused")
+        if event["job_id"] == moved
+    }
+    assert [bar.end for bar in bars[:2]] == pytest.approx([paused[2], paused[6]], abs=0.5)
+    spans = {span.pack: span for span in view.spans}
+    assert bars[0].end < spans[bars[0].pack].end  # it left before its pack ended
+
+
 def test_a_job_that_moved_was_trained_as_one_that_did_not(calm, root, tmp_path):  # noqa: F811
     out, rows, _ = calm
     (moved,) = [job for job, row in rows.items() if row["steps"] == 18]
@@ -114,18 +132,21 @@ def test_a_run_that_is_ended_and_resumed_comes_to_the_same_bits(calm, root, tmp_
     assert differences(calm[2], results(out)) == []
 
 
-def test_a_pack_of_a_later_rung_that_runs_out_of_memory_goes_on_from_the_rung(
+@pytest.mark.parametrize(("at", "step"), [(1, 2), (0, 4)])  # at rung 0 three jobs have left the pack by then
+def test_a_pack_that_runs_out_of_memory_goes_on_from_the_rung(
     root,  # noqa: F811
     tmp_path,
     arm,  # noqa: F811
     monkeypatch,
+    at,
+    step,
 ):
     begun = []
 
     def oom(name, worker):
-        if worker.journal.state.packs[name]["rung"] == 1 and name not in begun:
+        if worker.journal.state.packs[name]["rung"] == at and name not in begun:
             begun.append(name)
-            arm("step:2=oom")
+            arm(f"step:{step}=oom")
 
     monkeypatch.setattr(PackRun, "__init__", told(PackRun.__init__, oom))
     rows = run(root, tmp_path / "run", search=SEARCH, **MORE, **stop("halving"))
@@ -166,10 +187,11 @@ def test_a_job_that_is_withdrawn_while_it_waits_keeps_what_it_came_to(root, tmp_
 
 
 def test_a_job_whose_state_was_damaged_begins_again(calm, root, tmp_path, monkeypatch):  # noqa: F811
-    damaged = []
+    damaged, kept = [], []
 
     def plan(worker):
         rung.plan_rung(worker)
+        kept.append({path.parts[-1] for path in (tmp_path / "run" / "waiting").glob("*/*")})
         for path in () if damaged else (tmp_path / "run" / "waiting").glob("*/2/*/"):
             damaged.append(path.parts[-3])
             shutil.rmtree(path)
@@ -177,6 +199,7 @@ def test_a_job_whose_state_was_damaged_begins_again(calm, root, tmp_path, monkey
     monkeypatch.setattr("plora_jax.engine.worker.plan_rung", plan)
     run(root, tmp_path / "run", search=SEARCH, **MORE, **stop())
     assert damaged and len(events(tmp_path / "run", "error")) == len(damaged)
+    assert kept == [{"2"}, {"2"}, {"6"}]  # what nobody goes on from is deleted
     got = results(tmp_path / "run")
     assert differences(calm[2], got) == []
 
