@@ -7,7 +7,6 @@ import jax
 import pytest
 
 from planner import CostModel, StepShape, step_memory
-from planner.time import cost_model
 from plora_jax.bench import profile
 from plora_jax.bench import step as bench
 from plora_jax.bench.step import measure_step
@@ -17,7 +16,7 @@ from plora_jax.errors import UserError
 from plora_jax.jobs import Job
 from plora_jax.models.decoder import Runtime
 from plora_jax.models.load import load_base
-from plora_jax.planning import find_devices, model_shape
+from plora_jax.planning import model_shape
 from plora_jax.training.recompute import cheapest, choices, needed_bytes, with_policy
 from plora_jax.training.step import pack_spec
 from tests import tiny
@@ -138,12 +137,13 @@ def test_a_profile_becomes_a_cost_model_that_plans(tmp_path, capsys, monkeypatch
     assert key == f"{model}/1/none/fp32" and cost.memory.source == "7 points"
     base = load_base(str(model), random_weights=True, precision="fp32")
     shape = model_shape(base.config, str(model))
+    monkeypatch.setattr(bench, "cost_model", lambda spec: cost)
     measured = measure_step(base, jobs=5, m=1, length=32, rank=8, repeats=0)
     step = StepShape(1, 5, 1, 32, 8, "none", accumulate=False)
     real, predicted = measured["total_bytes"], step_memory(shape, step, "fp32", cost.memory, "xla")
     assert real <= predicted < 1.3 * real
-    shipped = replace(cost_model(find_devices("cpu").spec).memory, margin=0.0)  # what a plan would start from
-    assert measured["predicted_bytes"] == step_memory(shape, step, "fp32", shipped, "xla")
+    alone = replace(cost.memory, margin=0.0)  # of the device's own table
+    assert measured["predicted_bytes"] == step_memory(shape, step, "fp32", alone, "xla")
     sweep = tiny.write_sweep(tmp_path)
     arguments = ["plan", str(sweep), "--devices", "cpu", "--cost-model", str(out)]
     assert main(arguments) == 0
