@@ -90,6 +90,8 @@ def pack_bytes(
     weights = layers * WEIGHT_BYTES[precision] + (shape.n_params - layers) * wide
     one = layers / shape.n_layers * wide
     whole = weights / degree + (2 * one if degree > 1 else 0) + (one if WEIGHT_BYTES[precision] < wide else 0)
+    if precision == "fp8" and policy != "none":
+        whole += layers / degree
     a_number = 4 * (3 + adamw + summed) + (2 if wide == 2 else 0)
     adapters = sum(slots) * params_per_rank(shape, targets) * a_number / degree
     scores = 0.0

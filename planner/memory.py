@@ -83,6 +83,8 @@ def memory_terms(
     gathered = 0.0 if step.degree == 1 else 2 * shape.linear_params / shape.n_layers * compute
     if PRECISION_BYTES[precision] < compute:
         gathered += shape.linear_params / shape.n_layers * compute  # one layer, dequantised
+    if precision == "fp8" and step.policy != "none":
+        gathered += shape.linear_params / step.degree  # a loop over layers has them transposed, too
     scores = 0.0
     if attention == "xla":  # [B, N, S, S] float32, kept per layer unless the layer is recomputed
         layers = shape.n_layers if step.policy == "none" else 1

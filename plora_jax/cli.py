@@ -244,6 +244,11 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("directory", type=Path, metavar="RUN", help="run directory")
     sub.add_argument("job", metavar="JOB", help="job id, or the beginning of one")
 
+    base: dict[str, Any] = {
+        "choices": ["auto", "fp32", "bf16", "fp8"],
+        "default": "auto",
+        "help": "precision of the frozen weights (default: fp32 on a CPU, bf16 on a GPU)",
+    }
     sub = command("eval", _eval, "Score a model, and adapters on it, on held-out rows.")
     sub.add_argument("--model", required=True, help="hub id, local directory, or .gguf file")
     sub.add_argument(
@@ -276,6 +281,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--max-length", type=_count, default=1024, metavar="N", help="longest row in tokens (default: 1024)"
     )
+    sub.add_argument("--base", **base)
     sub.add_argument(
         "--json", type=_target, metavar="FILE", help="write one row for the base and one for each adapter"
     )
@@ -309,11 +315,6 @@ def _parser() -> argparse.ArgumentParser:
         help="of the merged weights (default: the base's own; fp32 from .gguf)",
     )
 
-    base: dict[str, Any] = {
-        "choices": ["auto", "fp32", "bf16", "fp8"],
-        "default": "auto",
-        "help": "precision of the frozen weights (default: fp32 on a CPU, bf16 on a GPU)",
-    }
     sub = command("bench", _bench, "Time the packed step of a model with random weights on this machine.")
     sub.add_argument("what", choices=["step"], help="what to time")
     sub.add_argument(
@@ -460,6 +461,7 @@ def _eval(args: argparse.Namespace) -> int:
         max_length=args.max_length,
         answer=args.answer,
         max_new_tokens=args.max_new_tokens,
+        precision=args.base,
     )
 
 

@@ -7,12 +7,19 @@ from pathlib import Path
 
 from plora_jax.jobs import Job
 
+_ROUNDED = (
+    " The base's weights were rounded to fp8 for it, and its scores are with them (`plora eval --base fp8`); it loads "
+    "on the base as it is."
+)
 _VLLM_DEFAULT = 16  # vLLM's default of --max-lora-rank
 _VLLM_RANKS = (32, 64, 128, 256, 320, 512)  # the larger values that it accepts
 
 
-def model_card(base_name: str, job: Job, largest_rank: int) -> str:
-    """Return a model card in Markdown, with the front matter of the Hugging Face hub."""
+def model_card(base_name: str, job: Job, largest_rank: int, precision: str = "") -> str:
+    """Return a model card in Markdown, with the front matter of the Hugging Face hub.
+
+    `precision` is that of the base it was trained on, told where weights were rounded for it ("fp8").
+    """
     hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", base_name) and not Path(base_name).exists()
     values = job.to_dict()
     patterned = bool(job.rank_pattern or job.alpha_pattern)
@@ -27,7 +34,7 @@ tags: [lora]
 
 # LoRA adapter for {base_name}
 
-Trained with plora_jax. In PEFT:
+Trained with plora_jax.{_ROUNDED if precision == "fp8" else ""} In PEFT:
 
 ```python
 {peft_code(base_name, "THIS_DIRECTORY")}

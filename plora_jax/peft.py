@@ -92,11 +92,17 @@ def _compiles(value: Any) -> bool:
 
 
 def export_adapter(
-    directory: str | Path, base_name: str, config: ModelConfig, job: Job, adapter: Mapping[str, Factors]
+    directory: str | Path,
+    base_name: str,
+    config: ModelConfig,
+    job: Job,
+    adapter: Mapping[str, Factors],
+    precision: str = "",
 ) -> Path:
     """Write one job's adapter so that PEFT loads it strictly, and return its directory.
 
-    `adapter` is at the job's true ranks (`unstack_adapter`). `base_name` becomes `base_model_name_or_path`.
+    `adapter` is at the job's true ranks (`unstack_adapter`). `base_name` becomes `base_model_name_or_path`; the README
+    also tells the `precision` of the base.
     All files are written beside the target and appear by one rename; an adapter already there is replaced.
     """
     target = Path(directory)
@@ -106,7 +112,7 @@ def export_adapter(
     save_tensors(adapter_tensors(config, job, adapter), ready / WEIGHTS)
     (ready / CONFIG).write_text(json.dumps(adapter_config(base_name, config, job), indent=2) + "\n")
     shutil.copymode(ready / CONFIG, ready / WEIGHTS)  # safetensors makes files that only their owner can read
-    (ready / CARD).write_text(model_card(base_name, job, max_rank(config, job)))
+    (ready / CARD).write_text(model_card(base_name, job, max_rank(config, job), precision))
     for file in ready.iterdir():
         flush(file)
     fault("export-rename")

@@ -51,7 +51,7 @@ def export(worker: "Worker", trained: Trained, folder: str) -> None:
     """Export what a job has come to into a folder of its directory."""
     name = worker.sweep.export.base_model or worker.sweep.model
     directory = worker.run.job(trained.job.job_id) / folder
-    export_adapter(directory, name, worker.base.config, trained.job, trained.adapter)
+    export_adapter(directory, name, worker.base.config, trained.job, trained.adapter, worker.base.precision)
 
 
 def conclude(

@@ -344,6 +344,7 @@ def eval_command(
     max_length: int = 1024,
     answer: str = "whole",
     max_new_tokens: int = 64,
+    precision: str = "auto",
 ) -> int:
     """Score a model and PEFT adapters on it on the rows of a file, print one line each, and return the exit code.
 
@@ -371,7 +372,7 @@ def eval_command(
         adapter, fields = import_adapter(directory, config)
         loaded.append((replace(Job(), **fields), adapter))
     keep_programs()
-    base = load_base(model)
+    base = load_base(model, precision=precision)  # type: ignore[arg-type]
     scores = Scorer(base, runtime_for(base)).score(loaded, evals)
     names = [None, *map(str, adapters)]
     rows = [

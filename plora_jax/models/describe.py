@@ -25,7 +25,7 @@ def describe(model: str) -> str:
         "shape": f"{c.n_layers} layers, width {c.d_model}, MLP {c.d_ff}, {c.n_heads} heads of {c.head_dim} "
         f"with {c.n_kv_heads} key/value heads, vocabulary {c.vocab_size:,}",
         "context": f"{c.max_positions:,} tokens; rope {_ropes(c)}; {_windows(c)}",
-        "base": f"{_size(4 * c.n_params)} in fp32, {_size(2 * c.n_params)} in bf16",
+        "base": f"{_size(4 * c.n_params)} in fp32, {_size(2 * c.n_params)} in bf16, {_size(_fp8_bytes(c))} in fp8",
         "adapter": f"rank {RANK} on every site: {lora:,} parameters, {_size(4 * lora)}; "
         f"{_size(4 * ADAMW_COPIES * lora)} while AdamW trains it",
         "LoRA sites": ", ".join(site.name for site in c.sites),
@@ -55,6 +55,12 @@ def presets_table() -> str:
         for (family, count), names in rows.items()
     ]
     return "\n".join(["| hub id | family | parameters |", "|---|---|---|", *lines])
+
+
+def _fp8_bytes(c: ModelConfig) -> int:
+    """Count a byte a weight of the sites, four a scale, and two of everything else."""
+    weights, scales = sum(site.d_in * site.d_out for site in c.sites), sum(site.d_out for site in c.sites)
+    return 2 * c.n_params + c.n_layers * (4 * scales - weights)
 
 
 def _family_row(family: Family) -> str:

@@ -1,9 +1,10 @@
 """Compile the packed step for an H200 that is described, not there, and write what the compiler says of its memory.
 
-usage: python -m scripts.planner.memory_points OUT.json [--fused]        (pip install 'plora-jax[cuda]'; no GPU needed)
+usage: python -m scripts.planner.memory_points OUT.json [--fused | --fp8]     (pip install 'plora-jax[cuda]'; no GPU)
 
 What backward recomputes nothing of has its layers written out, as on a GPU: without the fused kernel, or with it
-(--fused, a list of its own). Nothing is tuned, which changes no size: on a card the compiler counted the same.
+(--fused, a list of its own); --fp8: on an fp8 base. Nothing is tuned, which changes no size: on a card the compiler
+counted the same.
 """
 
 import argparse
@@ -93,18 +94,27 @@ FUSED: list[tuple[Any, ...]] = [
     ("7B", 16, 1, 256, 64, "none"),
     ("1.5B", 16, 2, 256, 64, "none"),
 ]
+FP8: list[tuple[Any, ...]] = [
+    ("7B", 8, 1, 1024, 32, "dots"),
+    ("7B", 8, 1, 1024, 32, "layer"),
+    ("1.5B", 8, 1, 1024, 32, "none"),
+    ("7B", 8, 1, 1024, 32, "none"),
+]
 
 
 def point(
-    kernels: str, size: str, J: int, m: int, S: int, rank: int, policy: str, accumulate: bool = False
+    asked: str, size: str, J: int, m: int, S: int, rank: int, policy: str, accumulate: bool = False
 ) -> dict[str, Any]:
-    """Compile one step and return its memory point as planner.fit reads it."""
-    base = abstract_base(MODELS[size])
+    """Compile one step, `asked` being xla, fused or fp8, and return its memory point as planner.fit reads it."""
+    base = abstract_base(MODELS[size], fp8=asked == "fp8")
     jobs = [Job(rank=rank, batch_size=m, max_steps=1, scheduler="constant")] * J
     spec = dataclasses.replace(pack_spec(base.config, jobs, m=m), accumulate=accumulate)
     runtime = Runtime("cudnn", policy, jnp.bfloat16, segments=False)  # type: ignore[arg-type]
     options: dict[str, Any] = {"xla_gpu_autotune_level": 0}
+    if asked == "fp8":
+        options["xla_gpu_enable_triton_gemm"] = False
     if policy == "none":
+        kernels = "auto" if asked == "fused" else "xla"
         runtime = dataclasses.replace(runtime, unroll=base.config.n_layers, kernels=kernels)  # type: ignore[arg-type]
         options["xla_gpu_enable_triton_gemm"] = False
     topology = topologies.get_topology_desc("h200", "cuda", target_config=H200, topology="1x1x1")
@@ -120,7 +130,7 @@ def point(
     jax.clear_caches()
     return {
         "model": dataclasses.asdict(model_shape(base.config, MODELS[size])),
-        "degree": 1, "optimizer": "adamw", "bytes": taken, "precision": "bf16", "attention": "cudnn",
+        "degree": 1, "optimizer": "adamw", "bytes": taken, "precision": base.precision, "attention": "cudnn",
         "accumulate": accumulate, "J": J, "m": m, "S": S, "rank_bucket": spec.rank, "policy": policy,
     }  # fmt: skip
 
@@ -131,15 +141,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=Path)
-    parser.add_argument("--fused", action="store_true", help="the steps with the fused kernel")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--fused", action="store_true", help="the steps with the fused kernel")
+    which.add_argument("--fp8", action="store_true", help="steps on an fp8 base")
     args = parser.parse_args()
     # asked of the device that is there otherwise
     cudnn.check_cudnn_version = lambda: 91200
     cudnn.check_compute_capability = lambda capability: True
     choice.default_device = lambda: Device("NVIDIA H200", "9.0", 132)
     points = []
-    for case in FUSED if args.fused else CASES:
-        points.append(point("auto" if args.fused else "xla", *case))
+    asked = "fused" if args.fused else "fp8" if args.fp8 else "xla"
+    for case in {"fused": FUSED, "fp8": FP8, "xla": CASES}[asked]:
+        points.append(point(asked, *case))
         args.out.write_text(json.dumps(points, indent=1) + "\n", encoding="utf-8")
 
 

@@ -16,7 +16,7 @@ def test_a_preset():
     facts = {name: text.strip() for name, text in lines.items()}
     assert facts["family"] == "qwen2 (Qwen2, Qwen2.5): biases on q, k, v"
     assert facts["parameters"] == "7,615,616,512, separate output head"
-    assert facts["base"] == "28.4 GiB in fp32, 14.2 GiB in bf16"
+    assert facts["base"] == "28.4 GiB in fp32, 14.2 GiB in bf16, 8.1 GiB in fp8"
     # 40,370,176 float32 numbers, and as many again for the gradient and each of AdamW's moments
     assert facts["adapter"].startswith("rank 16 on every site: 40,370,176 parameters, 154 MiB; 616 MiB")
     assert facts["attention"] == "xla; cudnn on NVIDIA, 16 bit"
