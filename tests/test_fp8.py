@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import planner
 from pallas_kernels import Device, quantise
+from planner.devices import DEVICES
 from plora_jax import adapters as lora
 from plora_jax.cli import main
 from plora_jax.config.sweep import load_sweep
@@ -163,7 +163,7 @@ def test_gpus_without_it_are_refused(model: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(UserError, match=r"fp8 cannot run on A100-40GB: it has no fp8 products; use bf16"):
         sweep_problem(sweep, jobs, devices="8xA100-40GB")
     assert sweep_problem(sweep, jobs, devices="L40S").precision == "fp8"
-    assert {name for name, spec in planner.devices.DEVICES.items() if not spec.fp8} == {
+    assert {name for name, spec in DEVICES.items() if not spec.fp8} == {
         "A100-40GB",
         "A100-80GB",
         "A10",
