@@ -112,7 +112,7 @@ def test_the_shipped_factors_are_that_fit():
 
 
 def test_steps_on_an_fp8_base_take_no_more_than_predicted():
-    """One byte a weight written out; in a loop XLA keeps a transposed copy, but for recomputed layers not at the peak."""
+    """In a loop XLA keeps a transposed copy of the weights; where layers are recomputed, less of it at the peak."""
     shipped = cost_model(DEVICES["H200"]).memory
     for p in read_memory_points(POINTS.with_name(POINTS.name.replace("h200", "h200-fp8"))):
         predicted = step_memory(p.shape, p.step, p.precision, shipped, p.attention)
