@@ -1,8 +1,8 @@
 """Frozen weights in 8-bit floating point (OCP E4M3): half of bf16's bytes, products at twice its rate.
 
 A weight is rounded once, with a scale for each output feature; what it is multiplied with is rounded on the fly, with a
-scale for each token. The scale makes the largest number of its row the format's largest, so that this one, an outlier as
-often as not, is hardly rounded at all.
+scale for each token. The scale makes the largest number of its row the format's largest, so that this one, an outlier
+as often as not, is hardly rounded at all.
 
 XLA makes one cuBLASLt launch of each product, which wants the summed axis last in both operands. Weights are stored
 [out, in], as checkpoints have them: forward reads them as they lie, and only dx has them transposed.
