@@ -56,7 +56,8 @@ class State:
         for g, packs in parts.items():
             self.packs[g] = packs
             self.seconds[g] = seconds[g]
-            remember(self.instance, Group(self.degrees[g], packs, seconds[g]))
+            if self.instance.met is not None:
+                remember(self.instance, Group(self.degrees[g], packs, seconds[g]))
         self.energy_sum = total
 
     def solution(self) -> Solution:
