@@ -24,7 +24,8 @@ def lora_dense(x, w, a, b, scale, *, bias=None, mask=None):
     Under `jax.checkpoint` let the policy keep the small values named `SHRUNK`: they come out of the frozen product's
     launch, which would otherwise run again for them.
 
-    Gradients flow to x, a and b only: W, bias, scale and mask are constants, and no gradient of W is ever formed.
+    Gradients flow to x, a and b only: W, bias, scale and mask are constants, and no gradient of W is ever formed. They
+    are first derivatives, in reverse mode. On a mesh use `shard_map`, or axes of type Auto.
     Products run in x.dtype with float32 accumulation; scale stays float32. `jax.vmap` over the adapters (and x)
     is the packed computation of all jobs; W must not be batched there (it still works, by one product a job).
 
@@ -38,7 +39,7 @@ def lora_dense(x, w, a, b, scale, *, bias=None, mask=None):
       [..., F] in x.dtype. Gradients of a and b have their own dtype.
 
     Raises:
-      ValueError: when the shapes do not fit together.
+      ValueError: when the shapes do not fit together, or x holds no floating-point numbers.
 
     References:
       Hu et al., LoRA: https://arxiv.org/abs/2106.09685
@@ -67,7 +68,7 @@ def lora_dense_group(x, ws, adapters, *, biases=None, mask=None):
       One [..., F] per site.
 
     Raises:
-      ValueError: when the shapes do not fit together.
+      ValueError: when the shapes do not fit together, or x holds no floating-point numbers.
     """
     biases = (None,) * len(ws) if biases is None else tuple(biases)
     if not len(ws) == len(adapters) == len(biases):
@@ -84,13 +85,27 @@ def lora_dense_group(x, ws, adapters, *, biases=None, mask=None):
             a, b, scale = (jnp.asarray(t) for t in adapter)
             sites.append(Site(w, bias, a[None], b[None], scale[None]))
     lead, d_in = x.shape[:-1], x.shape[-1]
-    _check_shapes(x, mask, sites)
+    _check(x, mask, sites)
+    x, sites = _alike(x, mask, sites)
     flat = (None if t is None else t.reshape(1, -1, d_in) for t in (x, mask))
     ys = _lora(asked())(*flat, tuple(sites))
     return tuple(y.reshape(*lead, y.shape[-1]) for y in ys)
 
 
-def _check_shapes(x, mask, sites):
+def _alike(x, mask, sites):
+    """Let x and the adapters vary over the same axes of a `shard_map`; gradients are summed over those they did not."""
+    axes = [jax.typeof(t).manual_axis_type.varying for t in jax.tree.leaves((x, mask, sites))]
+
+    def cast(t):
+        missing = frozenset().union(*axes) - jax.typeof(t).manual_axis_type.varying
+        return jax.lax.pcast(t, tuple(sorted(missing)), to="varying") if missing else t
+
+    return cast(x), [s if s.a is None else s._replace(a=cast(s.a), b=cast(s.b)) for s in sites]
+
+
+def _check(x, mask, sites):
+    if not jnp.issubdtype(x.dtype, jnp.inexact):  # adapters would be rounded to it
+        raise ValueError(f"x holds {x.dtype}; floating-point numbers are due")
     d_in = x.shape[-1]
     if mask is not None and mask.shape != x.shape:
         raise ValueError(f"mask {mask.shape} must have the shape of x {x.shape}")
@@ -101,13 +116,14 @@ def _check_shapes(x, mask, sites):
         if site.bias is not None:
             expected["bias"] = (site.bias.shape, (site.d_out,))
         if site.a is not None:
-            rank = site.a.shape[1] if site.a.ndim == 3 else -1
+            rank = site.a.shape[1] if site.a.ndim == 3 else "R"
             expected["a"] = (site.a.shape[1:], (rank, d_in))
             expected["b"] = (site.b.shape[1:], (site.d_out, rank))
             expected["scale"] = (site.scale.shape[1:], ())
         for name, (got, want) in expected.items():
             if tuple(got) != want:
-                raise ValueError(f"{name} has shape {tuple(got)}, expected {want} for x {x.shape}")
+                shown = str(want).replace("'", "")
+                raise ValueError(f"{name} has shape {tuple(got)}, expected {shown} for x {x.shape}")
 
 
 # --- one job: gradients ---------------------------------------------------------------------------------------
@@ -196,8 +212,8 @@ def _adapters_as_jobs(n, sites, batched, jobs):
     )
 
 
-def _split_jobs(n, tree):
-    return jax.tree.map(lambda t: t.reshape(n, t.shape[0] // n, *t.shape[1:]), tree)
+def _split_jobs(n, jobs, tree):
+    return jax.tree.map(lambda t: t.reshape(n, jobs, *t.shape[1:]), tree)
 
 
 def _vmap_reference(function, n, batched, args):
@@ -222,7 +238,7 @@ def _forward_rule(forward, n, batched, x, mask, sites):
         ys, us = forward(_shared(n, x, x_batched, jobs), _shared(n, mask, mask_batched, jobs), packed)
         # a site without adapter that reads shared tokens has one result for all jobs
         ys = tuple(jnp.broadcast_to(y, (n * jobs, *y.shape[1:])) for y in ys)
-        out = _split_jobs(n, (ys, us))
+        out = _split_jobs(n, jobs, (ys, us))
         return out, jax.tree.map(lambda _: True, out)
 
     # The same adapters on more tokens: the new axis joins the tokens, [n, J, T, D] -> [J, n·T, D].
@@ -252,5 +268,5 @@ def _backward_rule(backward, n, batched, x, mask, sites, us, dys):
         tuple(_jobs(n, u, flag, jobs) for u, flag in zip(us, us_batched, strict=True)),
         tuple(_jobs(n, dy, flag, jobs) for dy, flag in zip(dys, dys_batched, strict=True)),
     )
-    out = _split_jobs(n, out)
+    out = _split_jobs(n, jobs, out)
     return out, jax.tree.map(lambda _: True, out)

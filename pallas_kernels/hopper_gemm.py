@@ -349,7 +349,7 @@ def lora_gemm(
             collective_axes="wg",
         )
 
-    out, *us = plgpu.kernel(
+    results = plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct((jobs, tokens, n), dtype)]
         + [jax.ShapeDtypeStruct((jobs, tokens, s.a.shape[1]), dtype) for s in shrinks],
@@ -361,4 +361,7 @@ def lora_gemm(
         thread_name="wg",
         interpret=interpret,
     )(*flat)
+    # inside a shard_map the launch does not say over which axes its results vary
+    axes = tuple(sorted(jax.typeof(products[0][0]).manual_axis_type.varying))
+    out, *us = [lax.pcast(result, axes, to="varying") for result in results] if axes else results
     return out, tuple(us)

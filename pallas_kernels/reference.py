@@ -114,7 +114,7 @@ def forward(x, mask, sites: tuple[Site, ...]):
         if site.w is not None:
             # one product over the tokens of all jobs
             base = _frozen(x.reshape(-1, x.shape[-1]), site.w)
-            terms.append(base.reshape(*x.shape[:2], -1).astype(acc))
+            terms.append(base.reshape(*x.shape[:2], site.d_out).astype(acc))
         if u is not None:
             terms.append(job_product(u, site.b.astype(x.dtype), "tk,nk", x.dtype).astype(acc))
         if site.bias is not None:
@@ -138,7 +138,7 @@ def backward(x, mask, sites: tuple[Site, ...], us, dys):
     for site, dy in zip(sites, dys, strict=True):
         if site.w is not None:
             base = _frozen_transposed(dy.reshape(-1, dy.shape[-1]), site.w)
-            terms.append(base.reshape(*dy.shape[:2], -1).astype(acc))
+            terms.append(base.reshape(*dy.shape[:2], x.shape[-1]).astype(acc))
     das: tuple[jax.Array | None, ...] = (None,) * len(sites)
     dbs = list(das)
     if adapted(sites):

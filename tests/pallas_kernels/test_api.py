@@ -227,9 +227,28 @@ def test_bf16_products_keep_float32_gradients_and_scale():
         ({"bias": (F + 1,)}, "bias has shape"),
         ({"mask": (T, D - 1)}, "mask"),
         ({"scale": (2,)}, "scale has shape"),
+        ({"a": (J, R, D), "b": (J, F, R)}, r"a has shape \(4, 3, 12\), expected \(R, 12\)"),
     ],
 )
 def test_wrong_shapes_are_named(change, message):
     t = draw(0, **{**SHAPES, **change})
     with pytest.raises(ValueError, match=message):
         ours(*(t[k] for k in FULL))
+
+
+def test_whole_numbers_are_refused():
+    """In x's dtype the adapters would be whole numbers too."""
+    t = batched(())
+    with pytest.raises(ValueError, match="x holds int32; floating-point numbers are due"):
+        lora_dense(jnp.ones((T, D), jnp.int32), t["w"], t["a"], t["b"], t["scale"])
+
+
+@pytest.mark.parametrize("tokens, jobs", [(0, 2), (3, 0), (0, 0)])
+def test_nothing_to_multiply(tokens, jobs):
+    t = draw(0, x=(jobs, tokens, D), w=(D, F), a=(jobs, R, D), b=(jobs, F, R), scale=(jobs,))
+    values = [t[k] for k in ("x", "w", "a", "b", "scale")]
+    packed = jax.vmap(lora_dense, in_axes=(0, None, 0, 0, 0))
+    assert packed(*values).shape == (jobs, tokens, F)
+    grads = jax.grad(lambda *v: jnp.sum(packed(*v)), argnums=(0, 2, 3))(*values)
+    assert [g.shape for g in grads] == [values[i].shape for i in (0, 2, 3)]
+    assert not any(np.any(g) for g in grads)

@@ -14,6 +14,7 @@ from pallas_kernels.hopper_gemm import GemmConfig
 from .problems import count_launches
 
 H200, A100 = Device("NVIDIA H200", "9.0", 132), Device("NVIDIA A100", "8.0", 108)
+J, S = P("jobs"), P("jobs", "share")
 CALL = {"dtype": jnp.bfloat16, "jobs": 8, "tokens": 1024, "d_in": 3584, "d_outs": [3584], "ranks": [8]}
 
 
@@ -66,7 +67,7 @@ def test_a_mesh_that_xla_partitions_keeps_to_xla():
         assert "mesh" in choose(**CALL, device=H200).reason
 
 
-def launches(dense):
+def launches(dense, over=lambda f: f):
     """Lower a packed layer's gradients for CUDA and count the launches of the kernel."""
 
     def sd(*shape, dtype=jnp.float32):
@@ -75,7 +76,7 @@ def launches(dense):
     def loss(x, w, a, b, scale):
         return jnp.sum(dense(x, w, a, b, scale).astype(jnp.float32) ** 2)
 
-    grad = jax.jit(jax.vmap(jax.grad(loss, argnums=(0, 2, 3)), in_axes=(0, None, 0, 0, 0)))
+    grad = jax.jit(over(jax.vmap(jax.grad(loss, argnums=(0, 2, 3)), in_axes=(0, None, 0, 0, 0))))
     x, w = sd(2, 256, 128, dtype=jnp.bfloat16), sd(128, 64, dtype=jnp.bfloat16)
     lowered = grad.trace(x, w, sd(2, 8, 128), sd(2, 64, 8), sd(2)).lower(lowering_platforms=("cuda",))
     return count_launches(lowered.as_text())
@@ -87,6 +88,17 @@ def test_lora_dense_follows_the_choice():
         assert launches(lora_dense) == 2
     with using("xla"):
         assert launches(lora_dense) == 0
+
+
+def test_the_kernel_serves_inside_a_shard_map():
+    mesh = jax.make_mesh((1,), ("jobs",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = (J, P(), J, J, J)
+
+    def over(f):
+        return jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=(J, J, J))
+
+    with using("hopper"):
+        assert launches(lora_dense, over) == 2
 
 
 @pytest.mark.parametrize("keep, count", [((), 3), ((SHRUNK,), 2)])
@@ -104,15 +116,29 @@ def test_tables_load():
         assert config.tile_n in (128, 256)
 
 
-def test_shard_map():
-    """Jobs sharded over a mesh axis by shard_map give the unsharded result."""
-    mesh = jax.make_mesh((1,), ("jobs",), axis_types=(jax.sharding.AxisType.Auto,))
+@pytest.mark.parametrize(
+    "specs, out",
+    [
+        ((J, P(), J, J, J), J),
+        ((S, P(), J, J, J), S),  # tokens: each share owes a part of dA and dB
+        ((J, P(None, "share"), J, S, J), P("jobs", None, "share")),  # output features: a part of dx and dA
+        ((P("jobs", None, "share"), P("share"), P("jobs", None, "share"), J, J), J),  # input features, summed
+    ],
+    ids=["jobs", "tokens", "outputs", "inputs"],
+)
+def test_shard_map(specs, out):
+    """Sharded by shard_map, values and gradients are the unsharded ones."""
+    mesh = jax.make_mesh((1, 1), ("jobs", "share"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     key = jax.random.key(0)
     x, w = jax.random.normal(key, (2, 4, 6)), jax.random.normal(key, (6, 5))
     a, b, s = jax.random.normal(key, (2, 3, 6)), jax.random.normal(key, (2, 5, 3)), jnp.ones(2)
     packed = jax.vmap(pallas_kernels.lora_dense, in_axes=(0, None, 0, 0, 0))
-    specs = (P("jobs"), P(), P("jobs"), P("jobs"), P("jobs"))
-    sharded = jax.shard_map(packed, mesh=mesh, in_specs=specs, out_specs=P("jobs"))
+
+    def whole(*values):
+        y = packed(*values)
+        return y if "share" in out or "share" not in specs[1] else jax.lax.psum(y, "share")
+
+    sharded = jax.shard_map(whole, mesh=mesh, in_specs=specs, out_specs=out)
 
     def total(f):
         return jax.jit(jax.value_and_grad(lambda *v: jnp.sum(f(*v) ** 2), argnums=(0, 2, 3)))(x, w, a, b, s)
