@@ -272,3 +272,17 @@ def test_launch_options_that_cannot_be(flags, message, tmp_path, monkeypatch, ca
     out = tmp_path / "out"
     assert cli.main(["sweep", str(tmp_path / "sweep.yaml"), "--out", str(out), *flags]) == 2
     assert message in capsys.readouterr().err and not out.exists()
+
+
+def test_a_budget_of_tokens_counts_the_jobs_that_run(tmp_path: Path) -> None:
+    """A job is begun while less than the budget is spent or promised to jobs that run, however many slots are free."""
+    write_weights(write_sweep(tmp_path).parent / "model")
+    begun = []
+    for name, tokens in (("one", 1), ("two", 0)):
+        space = {"rank": [4], "learning_rate": {"log_uniform": [1e-4, 1e-3]}, "method": "random"}
+        tokens = tokens or begun[0][0] + 1
+        path = write_sweep(tmp_path, search=space | {"budget": {"tokens": tokens}})
+        assert cli.main(["sweep", str(path), "--out", str(tmp_path / name)]) == 0
+        board = json.loads((tmp_path / name / "leaderboard.json").read_text())
+        begun.append([job["tokens"] for job in board["jobs"]])
+    assert [len(jobs) for jobs in begun] == [1, 2]

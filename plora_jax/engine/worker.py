@@ -39,6 +39,7 @@ from plora_jax.evaluation.scorer import Score, Scorer, runtime_for
 from plora_jax.jobs import Job
 from plora_jax.models.load import Base, load_base
 from plora_jax.peft import import_adapter
+from plora_jax.planning import trained_rows
 from plora_jax.search.drawing import Drawer
 from plora_jax.search.early_stop import Rule, make_rule
 from plora_jax.training.compiled import keep_programs
@@ -308,7 +309,11 @@ class Worker:
     @cached_property
     def drawer(self) -> Drawer:
         """Return what draws the jobs of a sweep that does not know them beforehand."""
-        return Drawer(self.sweep, self.journal, self.higher_is_better)
+        return Drawer(self.sweep, self.journal, self.higher_is_better, self._tokens)
+
+    def _tokens(self, job_id: str) -> float:
+        item = self.item(job_id)
+        return trained_rows(item.job, len(item.examples)) * float(item.examples.counts.mean())
 
     # ---- scores that are not a job's -----------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """Jobs that are drawn while the sweep runs: what the space can ask of a program, and the next job of a free slot."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from plora_jax.config.space import Range, Spent
@@ -26,10 +27,14 @@ class Drawer:
 
     Every ask and every tell is in the journal; a process that joins later makes them again first, so that all have
     the same search. Call it with the journal locked.
+
+    `tokens` tells how many tokens a job of the journal trains when nothing stops it.
     """
 
-    def __init__(self, sweep: Sweep, journal: Journal, higher_is_better: bool) -> None:
-        self.sweep, self.journal = sweep, journal
+    def __init__(
+        self, sweep: Sweep, journal: Journal, higher_is_better: bool, tokens: Callable[[str], float]
+    ) -> None:
+        self.sweep, self.journal, self.tokens = sweep, journal, tokens
         self._suggester = Suggester(sweep, higher_is_better)
         self._done = 0  # lines of the state's search that are made again
 
@@ -59,6 +64,6 @@ class Drawer:
     def _spent(self, state: RunState) -> Spent:
         """Count what the jobs so far have used, and what those that run will use at most."""
         running = [job_id for job_id in state.jobs if job_id not in state.ended]
-        tokens = sum(state.tokens.values()) + max(state.tokens.values(), default=0) * len(running)
+        tokens = sum(state.tokens.values()) + sum(map(self.tokens, running))
         device_s = state.device_s + sum(time.time() - since for since in state.begun.values())
         return Spent(jobs=len(state.jobs), device_seconds=device_s, tokens=tokens)
