@@ -315,8 +315,16 @@ def _parser() -> argparse.ArgumentParser:
         help="of the merged weights (default: the base's own; fp32 from .gguf)",
     )
 
-    sub = command("bench", _bench, "Time the packed step of a model with random weights on this machine.")
-    sub.add_argument("what", choices=["step"], help="what to time")
+    sub = command(
+        "bench",
+        _bench,
+        "Time the packed step of a model, or the products of a layer, with random weights here.",
+    )
+    sub.add_argument(
+        "what",
+        choices=["step", "kernels"],
+        help="step: the whole step; kernels: one layer's products with adapters, and which implementation serves each",
+    )
     sub.add_argument(
         "--model", required=True, help="hub id of a known model, or a directory with config.json"
     )
@@ -491,16 +499,19 @@ def _merge(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
+    from plora_jax.bench.kernels import bench_kernels_command
     from plora_jax.bench.step import bench_step_command
 
+    sizes = {"jobs": args.jobs, "m": args.batch, "length": args.length, "rank": args.rank}
+    if args.what == "kernels":
+        if args.compare:
+            raise UserError("--compare peft times whole steps: plora bench step")
+        return bench_kernels_command(args.model, args.json, args.base, args.kernels, **sizes)
     return bench_step_command(
         args.model,
         args.json,
         args.base,
-        jobs=args.jobs,
-        m=args.batch,
-        length=args.length,
-        rank=args.rank,
+        **sizes,
         recompute=args.recompute,
         kernels=args.kernels,
         compare=args.compare,

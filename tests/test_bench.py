@@ -4,16 +4,18 @@ import json
 from dataclasses import replace
 
 import jax
+import numpy as np
 import pytest
 
 from planner import CostModel, StepShape, step_memory
-from plora_jax.bench import profile
+from plora_jax.bench import kernels, profile
 from plora_jax.bench import step as bench
 from plora_jax.bench.step import measure_step
 from plora_jax.bench.trace import PARTS
 from plora_jax.cli import main
 from plora_jax.errors import UserError
 from plora_jax.jobs import Job
+from plora_jax.models.config import SOURCES
 from plora_jax.models.decoder import Runtime
 from plora_jax.models.load import load_base
 from plora_jax.planning import model_shape
@@ -149,3 +151,41 @@ def test_a_profile_becomes_a_cost_model_that_plans(tmp_path, capsys, monkeypatch
     assert main(arguments) == 0
     with pytest.raises(SystemExit, match="2"):
         main(["profile", "--model", str(model), "--json", str(tmp_path / "no" / "cost.json")])
+
+
+def test_the_products_of_a_layer_are_timed_and_told_apart(tmp_path, capsys):
+    model = tiny.write_model(tmp_path / "model", num_hidden_layers=1)
+    out = tmp_path / "kernels.json"
+    sizes = ["--jobs", "2", "--length", "8", "--rank", "4", "--json", str(out)]
+    assert main(["bench", "kernels", "--model", str(model), *sizes]) == 0
+    told, found = capsys.readouterr().out, json.loads(out.read_text())
+    config = load_base(str(model), random_weights=True).config
+    sites = [[site.name for site in config.sites_of(source)] for source in SOURCES]
+    assert [row["sites"] for row in found["products"]] == sites and found["dtype"] == "float32"
+    assert found["products"][-1]["shapes"] == [[config.d_ff, config.d_model]]
+    for row in found["products"]:
+        assert (
+            row["implementation"] == "xla" and "no kernel for cpu" in row["reason"] and row["reason"] in told
+        )
+        assert row["frozen_ms"] > 0 and row["xla_ms"] > 0 and "kernel_ms" not in row
+    for option, words in ((["--base", "fp8"], "use bf16"), (["--compare", "peft"], "plora bench step")):
+        assert main(["bench", "kernels", "--model", str(model), *option]) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_what_is_timed_is_the_layer_with_its_gradients(tmp_path):
+    config = load_base(str(tiny.write_model(tmp_path / "model")), random_weights=True).config
+    x, ws, factors = kernels._random(config.sites_of("mlp_in"), 2, 3, 4, np.float32)
+    ys, (dx, dfactors) = jax.jit(kernels._adapted)(x, ws, factors)
+    wide = [np.asarray(t, np.float64) for t in (x, *ws, *jax.tree.leaves(factors))]
+    x, (w, v), (a, b, c, d) = wide[0], wide[1:3], wide[3:]
+    y, z = x @ w + x @ a.mT @ b.mT, x @ v + x @ c.mT @ d.mT
+    np.testing.assert_allclose(ys[0], y, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(ys[1], z, rtol=1e-4, atol=1e-5)
+    gradient = y @ w.T + y @ b @ a + z @ v.T + z @ d @ c  # of (|y|² + |z|²)/2
+    np.testing.assert_allclose(dx, gradient, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(dfactors[1][1], z.mT @ (x @ c.mT), rtol=1e-3, atol=1e-4)
+    alone, [back] = jax.jit(kernels._frozen)(x.astype(np.float32), ws, None)
+    flat = x.reshape(-1, x.shape[-1])
+    np.testing.assert_allclose(alone[0], flat @ w, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(back, flat @ w @ w.T + flat @ v @ v.T, rtol=1e-3, atol=1e-4)

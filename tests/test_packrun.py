@@ -9,6 +9,7 @@ from plora_jax.cli import main
 from plora_jax.engine import faults
 from plora_jax.engine.journal import Journal
 from plora_jax.engine.packrun import PackRun
+from plora_jax.evaluation.scorer import Scorer
 from tests import tiny
 from tests.test_engine import HELD_OUT, TRAIN
 
@@ -78,6 +79,29 @@ def test_jobs_are_scored_while_they_train_and_the_best_adapter_is_kept(root, tmp
     assert any(
         row["score"] != lines(tmp_path / "run", j, "evals.jsonl")[-1]["score"] for j, row in rows.items()
     )
+
+
+def test_scores_of_which_some_were_lost_are_made_again_by_the_same_program(root, tmp_path, monkeypatch):
+    out, asked = tmp_path / "run", []
+    case = {"search": {"learning_rate": [0.1, 1.0], "rank": [4]}, "eval": {"every_steps": 5}}
+    first = run(root, out, **case)
+    whole = (out / "journal.jsonl").read_text().splitlines(keepends=True)
+    at = next(n for n, line in enumerate(whole) if json.loads(line)["kind"] == "score")
+    assert json.loads(whole[at + 1])["kind"] == "score"  # of the other job, at the same step: it is lost
+    (out / "journal.jsonl").write_text("".join(whole[: at + 1]))
+
+    def score_slots(scorer, weights, scales, slots, evals, plain=Scorer.score_slots, **more):
+        asked.append(list(slots))
+        return plain(scorer, weights, scales, slots, evals, **more)
+
+    monkeypatch.setattr(Scorer, "score_slots", score_slots)
+    again = run(root, out, "--resume", **case)
+    assert asked[0] == [0, 1]
+    for job_id, row in first.items():
+        assert (again[job_id]["score"], again[job_id]["loss"]) == (row["score"], row["loss"])
+    kept = [json.loads(line) for line in (out / "journal.jsonl").read_text().splitlines()]
+    scored = [(line["job_id"], line["step"]) for line in kept if line["kind"] == "score"]
+    assert len(scored) == len(set(scored))
 
 
 def test_last_keeps_the_last_adapter(root, tmp_path):

@@ -168,7 +168,11 @@ class PackRun:
             self._pause(going)
 
     def _score(self, slots: Sequence[int]) -> None:
-        """Score slots after the step they have made, and write it down; a score in the journal is not made again."""
+        """Score slots after the step they have made, and write it down; a score in the journal is not replaced.
+
+        Where some of them are not in the journal, as after a line cut short, all are scored, by the same program as
+        before: the size of a group is one.
+        """
         known = self.journal.state.scores
         keys = {j: (self._held(j).job_id, self.trainer.step_of(j)) for j in slots}
         new = [j for j in slots if keys[j] not in known]
@@ -177,10 +181,12 @@ class PackRun:
             state = self.trainer.state
             scorer, at_once = self.worker.scorer, self.program.scored_at_once
             scores = scorer.score_slots(
-                state.weights, state.scales, new, self.worker.task().eval, tokens=at_once
+                state.weights, state.scales, slots, self.worker.task().eval, tokens=at_once
             )
             lines = []
-            for j, score in zip(new, scores, strict=True):
+            for j, score in zip(slots, scores, strict=True):
+                if j not in new:
+                    continue
                 held, (job_id, step) = self._held(j), keys[j]
                 line = {"job_id": job_id, "step": step, "fraction": step / self._running(j).steps}
                 line |= {"value": score.score, "loss": score.loss, "score": vars(score)}
