@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set up the environment and run a complete LoRA sweep on a small real model, on the CPU: three to twelve minutes on two cores.
+# Set up the environment and run a complete LoRA sweep on a small real model, on the CPU: about three minutes on two free cores, more on busy ones.
 # usage: scripts/quickstart.sh [options of 'plora quickstart']
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # for who calls it by 'sh'
 here="$PWD"

@@ -1,6 +1,7 @@
 """A pack on its way: scores while it trains, stops, withdrawals, want of memory, fewer slots; on a tiny model."""
 
 import json
+from dataclasses import replace
 
 import jax
 import pytest
@@ -79,6 +80,23 @@ def test_jobs_are_scored_while_they_train_and_the_best_adapter_is_kept(root, tmp
     assert any(
         row["score"] != lines(tmp_path / "run", j, "evals.jsonl")[-1]["score"] for j, row in rows.items()
     )
+
+
+def test_of_equal_scores_the_adapter_of_the_lowest_loss_is_kept(root, tmp_path, monkeypatch):
+    def score_slots(*args, plain=Scorer.score_slots, **more):
+        return [replace(score, score=0.5) for score in plain(*args, **more)]
+
+    monkeypatch.setattr(Scorer, "score_slots", score_slots)
+    case = {"search": {"learning_rate": [0.1, 1.0], "rank": [4]}, "eval": {"every_steps": 5}}
+    train = {"keep": "best", "scheduler": "constant", "max_grad_norm": 0, "epochs": 8}
+    rows, kept = run(root, tmp_path / "run", train=train, **case), set()
+    for job_id, row in rows.items():
+        evals = lines(tmp_path / "run", job_id, "evals.jsonl")
+        record = json.loads((tmp_path / "run" / "jobs" / job_id / "job.json").read_text())
+        assert record["kept_step"] == min(evals, key=lambda e: e["loss"])["step"]
+        assert row["score"] == 0.5 and row["loss"] == min(e["loss"] for e in evals)
+        kept.add(record["kept_step"])
+    assert kept != {5}  # which the first score alone would keep
 
 
 def test_scores_of_which_some_were_lost_are_made_again_by_the_same_program(root, tmp_path, monkeypatch):

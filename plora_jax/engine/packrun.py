@@ -38,7 +38,6 @@ class Held:
     loss_sum: float = 0.0  # over the optimizer batches since the last evaluation
     loss_count: int = 0
     best_step: int = 0
-    best_score: float | None = None
 
 
 class PackRun:
@@ -205,12 +204,17 @@ class PackRun:
                 "time": round(time.time(), 3),
             }
             self._log(self.evals, held.job_id, "evals.jsonl").append(shown)
-            better = held.best_score is None or self.sign * line["value"] > self.sign * held.best_score
+            best = known.get((held.job_id, held.best_step))
+            better = best is None or self._rank(line) > self._rank(best)
             if better and math.isfinite(line["loss"]):
-                held.best_step, held.best_score = step, line["value"]
+                held.best_step = step
                 over = held.job_id in self.journal.state.ended  # before a kill; its adapter is in place
                 if self.sweep.train.keep == "best" and step < run.steps and not over:
                     export(self.worker, self.trainer.take(j), "best")
+
+    def _rank(self, line: dict[str, Any]) -> tuple[float, float]:
+        """Order a job's scores as the leaderboard does: of equal ones the lower held-out loss is better."""
+        return self.sign * line["value"], -line["loss"]
 
     def _verdict(self, job_id: str, step: int) -> str | None:
         """Say why a job is stopped at this evaluation, None when it goes on; decided once, then looked up."""
