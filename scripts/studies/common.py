@@ -70,7 +70,7 @@ class Study:
         self.base = load(str(args.model))
         device = jax.devices()[0]
         settings = {
-            name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()
+            name: value.name if isinstance(value, Path) else value for name, value in vars(args).items()
         }
         self.result: dict[str, Any] = {
             "settings": settings,
