@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     plain = "fp32" if jax.default_backend() == "cpu" else "bf16"
     dtype = {"fp32": np.float32, "bf16": jax.numpy.bfloat16}[plain]
     device = jax.devices()[0].device_kind
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    settings = {name: value.name if isinstance(value, Path) else value for name, value in vars(args).items()}
     result: dict[str, Any] = {
         "settings": settings,
         "device": device,
