@@ -149,6 +149,7 @@ def test_a_stopped_jobs_slot_is_refilled_by_the_same_program(root, tmp_path, com
     jobs = [{"learning_rate": rate, "rank": 4} for rate in rates]
     more = {"train": {"epochs": 8, "max_grad_norm": 0, "slots": 2}, "eval": {"every_epochs": 4}}
     stop = {"early_stop": {"method": "asha", "reduction_factor": 2}}
+    jax.clear_caches()  # of the tests before, one of which may have had this program
     run(root, tmp_path / "warm", search={"jobs": jobs[:2]}, **more, **stop)  # one is stopped
     assert compiled  # it does count
     compiled.clear()
