@@ -78,7 +78,8 @@ def can_finish(
         return False
     load = min(mode.setup for mode in modes) - cost.compile_s
     seconds = sum(max(0.0, own - load) for own in free[:G])
-    return _machine_time(groups, ways, cost, C) <= seconds * (1 + 1e-7)
+    whole = {d: G // d * d * (C - load) for d in devices.degrees if not plan.busy_until and d <= G}
+    return _machine_time(groups, ways, cost, C, whole) <= seconds * (1 + 1e-7)
 
 
 def _bucket(rank: int) -> int:
@@ -294,8 +295,12 @@ def _lengths(steps: set[int], longest: float) -> list[int]:
     return sorted(sums)
 
 
-def _machine_time(groups: list[list[JobSpec]], ways: list[Ways], cost: CostModel, C: float) -> float:
-    """Return the least device-seconds of programs that run every job within C, by a linear program."""
+def _machine_time(
+    groups: list[list[JobSpec]], ways: list[Ways], cost: CostModel, C: float, whole: dict[int, float]
+) -> float:
+    """Return the least device-seconds of programs that run every job within C, by a linear program; `whole` limits
+    those on groups of each degree and more.
+    """
     import cvxpy as cp
     from scipy.sparse import csr_matrix
 
@@ -317,14 +322,16 @@ def _machine_time(groups: list[list[JobSpec]], ways: list[Ways], cost: CostModel
     own_steps = np.array([way[0] for _, _, way in pairs], dtype=float)
     degree = np.array([mode.degree for mode in modes], dtype=float)
     busy = cp.multiply(np.array([mode.t0 for mode in modes]), steps) + work @ jobs
+    seconds = cost.compile_s * programs + busy
     problem = cp.Problem(
-        cp.Minimize(degree @ (cost.compile_s * programs + busy)),
+        cp.Minimize(degree @ seconds),
         [
             cover @ jobs == np.array([float(len(group)) for group in groups]),
             busy <= cp.multiply(np.array([C - mode.setup for mode in modes]), programs),
             share @ jobs <= steps,
             cp.multiply(own_steps / n, jobs) <= mine @ steps,
             cp.multiply(1 / n, jobs) <= mine @ programs,
+            *((degree * (degree >= d)) @ seconds <= most for d, most in whole.items()),
         ],
     )
     problem.solve(solver=cp.HIGHS, log_to_console=False)

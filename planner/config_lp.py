@@ -12,7 +12,12 @@ it. The least machine time within C is
     s_kτ y_kτ / n_k ≤ X_τ,  y_kτ / n_k ≤ z_τ              a program that holds a class lasts as long as it
 
 and no plan within C exists unless V(C) ≤ G · (C − load). V falls with C, so the least such C is a lower
-bound. The duals of the first rows are the jobs' values, which other searches go by.
+bound. Groups are whole: those of D devices or more, all multiples of D, never have more than G_D = D · ⌊G / D⌋
+devices, so their part of the machine time must be at most G_D · (C − load), too. V(C) is then the largest of all
+parts, each times G / G_D.
+
+The duals of the first rows are the jobs' values, which other searches go by; those of the parts say what a second of a
+group costs.
 """
 
 from itertools import product
@@ -113,14 +118,15 @@ def _least_optimizer(instance: Instance, members: list[int]) -> str:
 
 
 class Answer(NamedTuple):
-    """Hold the least machine time in seconds × devices (∞: none), jobs per pair, and the value of a job per
-    class.
+    """Hold the least machine time in seconds × devices (∞: none), jobs per pair, the value of a job per class, and
+    what a second of a group of each degree costs in seconds × devices.
     """
 
     machine_s: float
     pairs: np.ndarray  # indices into the types' pairs
     jobs: np.ndarray
     prices: np.ndarray
+    rents: dict[int, float]
 
 
 def solve(instance: Instance, types: Types, C: float) -> Answer:
@@ -137,7 +143,7 @@ def solve(instance: Instance, types: Types, C: float) -> Answer:
     kept = np.flatnonzero(most >= 1)
     k, t = types.k[kept], types.t[kept]
     if len(np.unique(k)) < len(counts):
-        return Answer(np.inf, kept, np.zeros(0), np.zeros(0))
+        return Answer(np.inf, kept, np.zeros(0), np.zeros(0), {})
     used = np.unique(t)
     where = np.full(len(types.t0), -1)
     where[used] = np.arange(len(used))
@@ -151,24 +157,37 @@ def solve(instance: Instance, types: Types, C: float) -> Answer:
 
     def block(rows: int, *parts: tuple) -> coo_matrix:
         r, c, v = (np.concatenate(column) for column in zip(*parts, strict=True))
-        return coo_matrix((v, (r, c)), shape=(rows, 2 * T + P))
+        return coo_matrix((v, (r, c)), shape=(rows, 2 * T + P + 1))
 
+    # the last column: what the largest part is above all machine time
+    machine = np.concatenate([degree * instance.cost.compile_s, degree * t0, degree[t] * work, [0.0]])
+    of = np.concatenate([degree, degree, degree[t], [0.0]])
+    excess, parts = np.append(np.zeros(2 * T + P), 1.0), _parts(instance)
     upper = vstack(
         [
             block(T, (z, X, t0), (z, z, setup - C), (t, y, work)),
             block(T, (z, X, -np.ones(T)), (t, y, steps / most[kept])),
             block(P, (pair, y, steps / counts[k]), (pair, T + t, -ones)),
             block(P, (pair, y, 1 / counts[k]), (pair, t, -ones)),
+            *(coo_matrix(machine * (times * (of >= D) - 1) - excess) for D, times in parts),
         ]
     ).tocsr()
     cover = block(len(counts), (k, y, ones)).tocsr()
-    objective = np.concatenate([degree * instance.cost.compile_s, degree * t0, degree[t] * work])
     found = linprog(
-        objective, A_ub=upper, b_ub=np.zeros(upper.shape[0]), A_eq=cover, b_eq=counts, method="highs"
+        machine + excess, A_ub=upper, b_ub=np.zeros(upper.shape[0]), A_eq=cover, b_eq=counts, method="highs"
     )
     if found.x is None:
-        return Answer(np.inf, kept, np.zeros(0), np.zeros(0))
-    return Answer(found.fun, kept, found.x[2 * T :], found.eqlin.marginals)
+        return Answer(np.inf, kept, np.zeros(0), np.zeros(0), {})
+    duals = -found.ineqlin.marginals[len(found.ineqlin.marginals) - len(parts) :]
+    shares = [(D, dual * times) for (D, times), dual in zip(parts, duals, strict=True)]
+    rents = {d: d * (1 - sum(duals) + sum(share for D, share in shares if d >= D)) for d in instance.degrees}
+    return Answer(found.fun, kept, found.x[2 * T : -1], found.eqlin.marginals, rents)
+
+
+def _parts(instance: Instance) -> list[tuple[int, float]]:
+    """Return the degrees D of which no whole groups use all devices, and G / G_D; none where devices are busy."""
+    G = instance.usable
+    return [] if instance.busy else [(D, G / (G // D * D)) for D in instance.degrees if G % D]
 
 
 def lp_bound(instance: Instance, types: Types, low: float) -> float:

@@ -131,6 +131,9 @@ class Filler:
 
 
 Tables = dict[int, Table]
+Prices = dict[
+    int, np.ndarray
+]  # degree -> what a job of each class is worth to such groups, in seconds × devices
 
 
 def make_tables(instance: Instance, types: Types, C: float) -> Tables:
@@ -146,7 +149,7 @@ def _group(instance: Instance, degree: int, state: State) -> Group:
 def fill(
     instance: Instance,
     tables: Tables,
-    prices: np.ndarray,
+    prices: Prices,
     jobs: np.ndarray,
     pattern: Sequence[Place],
     C: float,
@@ -155,14 +158,14 @@ def fill(
     groups: Solution = []
     for place in pattern:
         table, room = tables[place.degree], C - place.start
-        found = Filler(instance, table, prices, jobs, room).fill() if jobs.any() else None
+        found = Filler(instance, table, prices[place.degree], jobs, room).fill() if jobs.any() else None
         if found is not None:
             groups.append(put(_group(instance, place.degree, found[1]), place))
             jobs = found[1].left
     return complete(instance, groups, jobs)
 
 
-def dive(instance: Instance, tables: Tables, prices: np.ndarray, C: float) -> Solution | None:
+def dive(instance: Instance, tables: Tables, prices: Prices, C: float) -> Solution | None:
     """Return groups filled one by one for C, the degree of each that loses least a device; None where many jobs
     are left.
 
@@ -176,7 +179,7 @@ def dive(instance: Instance, tables: Tables, prices: np.ndarray, C: float) -> So
     while left.any() and free:
         best: tuple[float, int, State] | None = None
         for d, table in tables.items():
-            found = Filler(instance, table, prices, left, C).fill() if d <= free else None
+            found = Filler(instance, table, prices[d], left, C).fill() if d <= free else None
             if found and (best is None or found[0] / d < best[0]):
                 best = (found[0] / d, d, found[1])
         if best is None:

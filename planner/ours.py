@@ -9,7 +9,7 @@ import numpy as np
 from planner.bound import lower_bound
 from planner.config_lp import lp_bound, make_types, solve
 from planner.exact import exact, is_small
-from planner.fill import dive, make_tables
+from planner.fill import Prices, dive, make_tables
 from planner.greedy import greedy
 from planner.group_lp import group_bound
 from planner.groups import Solution, makespan, remember
@@ -25,6 +25,7 @@ NOISE = 0.02  # deviation of the logarithms of prices, where they are disturbed
 STARTS = 3  # solutions that local search starts from
 FEW = 5  # jobs a device, below which an integer program chooses among the groups that searches met
 FEW_CLASSES = 40  # classes of jobs, above which that program takes too long
+LEAST_RENT = 0.05  # a device of groups that are not needed is taken to cost
 RACES = 3  # rounds of local search; half the starts are dropped after each
 HEAT = 1e-4  # first temperature of the local search, as a share of the makespan, for one device
 
@@ -42,13 +43,19 @@ class Effort:
 
 
 class Bound(NamedTuple):
-    """Hold a lower bound on the makespan in seconds, its kind (longest, lp, pigeonhole or groups), and what a job of
-    each class is worth at it in seconds × devices: searches go by that, and it proves a bound of the kind `groups`.
+    """Hold a lower bound on the makespan in seconds, its kind (longest, lp, pigeonhole or groups), and at it, in
+    seconds × devices, what a job of each class is worth, and a second of a group of each degree costs: searches go by
+    these, and prices prove a bound of the kind `groups`, where a device is worth the same in all groups.
     """
 
     seconds: float
     kind: str
     prices: np.ndarray
+    rents: dict[int, float]
+
+    def worth(self, noise: np.ndarray | float = 1.0) -> Prices:
+        """Return the prices for groups of each degree d, if d is what a second of them costs; disturbed by `noise`."""
+        return {d: self.prices * noise / max(rent / d, LEAST_RENT) for d, rent in self.rents.items()}
 
 
 def bounds(instance: Instance) -> Bound:
@@ -60,12 +67,12 @@ def bounds(instance: Instance) -> Bound:
     lp = lp_bound(instance, types, seconds)
     if lp > seconds:
         seconds, kind = lp, "lp"
-    prices = solve(instance, types, seconds * 1.02).prices
+    _, _, _, prices, rents = solve(instance, types, seconds * 1.02)
     if instance.n_jobs <= GROUP_JOBS:
         found, better = group_bound(instance, types, seconds - first, prices)
         if found + first > seconds:
-            return Bound(found + first, "groups", better)
-    return Bound(seconds, kind, prices)
+            return Bound(found + first, "groups", better, {d: float(d) for d in rents})
+    return Bound(seconds, kind, prices, rents)
 
 
 def ours(
@@ -109,9 +116,8 @@ def ours(
         for n in range(effort.dives):
             C = bound.seconds + AIMS[n % len(AIMS)] * (makespan(best) - bound.seconds)
             noise = NOISE if n >= len(AIMS) else 0.0
-            dived = dive(
-                instance, tables, bound.prices * np.exp(rng.normal(0.0, noise, len(bound.prices))), C
-            )
+            worth = bound.worth(np.exp(rng.normal(0.0, noise, len(bound.prices))))
+            dived = dive(instance, tables, worth, C)
             starts += [dived] if dived else []
             keep(dived, "dive")
         starts = sorted({makespan(s): s for s in starts}.values(), key=makespan)[:STARTS]
@@ -123,7 +129,7 @@ def ours(
                     return best, name, True
                 seed = 100 * restart + 10 * race + n
                 tries = effort.recuts // RACES // len(starts)
-                cut = recut(instance, tables, bound.prices, start, tries, seed, goal)
+                cut = recut(instance, tables, bound.worth(), start, tries, seed, goal)
                 keep(cut, "re-cut")
                 tries = effort.proposals // RACES // len(starts)
                 starts[n] = improve(instance, cut, tries, seed, heat, goal)

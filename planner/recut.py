@@ -7,7 +7,7 @@ import random
 
 import numpy as np
 
-from planner.fill import Tables, fill
+from planner.fill import Prices, Tables, fill
 from planner.greedy import Line, Pattern, bisect, cut
 from planner.groups import Place, Solution, makespan, remember, unused
 from planner.instance import Counts, Instance
@@ -50,7 +50,7 @@ def regrouped(pattern: list[Place], degrees: tuple[int, ...], rng: random.Random
 def recut(
     instance: Instance,
     tables: Tables,
-    prices: np.ndarray,
+    prices: Prices,
     solution: Solution,
     rounds: int,
     seed: int = 0,
@@ -80,10 +80,11 @@ def recut(
         if rng.random() < 0.5:
             found = _cut(instance, pooled_line(instance, pooled, rng), tuple(pattern), worst)
         else:
-            jobs = np.zeros(len(prices), dtype=int)
+            jobs = np.zeros(len(instance.classes), dtype=int)
             jobs[[k for k, _ in pooled]] = [n for _, n in pooled]
-            noise = rng.choice(NOISE)
-            disturbed = prices * np.exp([rng.gauss(0.0, noise) for _ in prices])
+            deviation = rng.choice(NOISE)
+            noise = np.exp([rng.gauss(0.0, deviation) for _ in jobs])
+            disturbed = {d: worth * noise for d, worth in prices.items()}
             found = fill(instance, tables, disturbed, jobs, pattern, worst * (1 - rng.choice(HASTE)))
         for group in found or ():
             remember(instance, group)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner import JobSpec, Options, check_plan, make_plan
-from planner.config_lp import make_types
+from planner import JobSpec, Options, check_plan, decoder_shape, make_plan
+from planner.config_lp import lp_bound, make_types, solve
 from planner.exact import exact
 from planner.group_lp import CELLS, TOP, Groups, _knapsack, group_bound
 from planner.groups import makespan
@@ -29,14 +29,14 @@ def test_no_optimum_is_below_the_bound(seed):
         for i in range(rng.randint(1, 6))
     ]
     problem = instance(jobs, f"{rng.randint(1, 3)}xA100-40GB")
-    bound, kind, _ = bounds(problem)
+    bound, kind, *_ = bounds(problem)
     assert 0 < bound <= makespan(exact(problem)) * (1 + 1e-9)
     assert kind in ("longest", "lp", "pigeonhole", "groups")
 
 
 def test_one_job_is_bound_by_itself():
     problem = instance([job(0)], "8xA100-40GB")
-    bound, kind, _ = bounds(problem)
+    bound, kind, *_ = bounds(problem)
     assert kind == "longest" and bound == pytest.approx(makespan(exact(problem)), rel=1e-6)
 
 
@@ -51,12 +51,50 @@ def test_a_pack_may_have_its_mean_length_and_its_longest_row_from_two_jobs():
     assert "does not hold" in fault
 
 
+BIG = decoder_shape("Qwen2.5-32B", 64, 5120, 27648, 40, 8, 128, 152_064)
+LONG = [JobSpec(f"long-{i}", (32, 64)[i % 2], (2, 4)[i % 2], 2000, 700.0, 1024, "long") for i in range(30)]
+SHORT = [JobSpec(f"short-{i}", 8, 4, 900, 90.0, 128, "short", eval_tokens=9_000) for i in range(4)]
+
+
+def test_groups_of_two_never_use_three_devices():
+    """Of three H100s two hold the long jobs, the third none of them: as many as if there were but two."""
+    three, two = instance(LONG + SHORT, "3xH100", BIG), instance(LONG, "2xH100", BIG)
+    assert (three.degrees, two.degrees) == ((1, 2), (2,))
+    bound, least = bounds(three), bounds(two)
+    assert bound.kind == "lp" and bound.seconds >= least.seconds * (1 - 1e-3)
+    plan = make_plan(LONG + SHORT, BIG, three.devices, options=Options(baselines=False))
+    assert bound.seconds <= plan.makespan_s < 1.05 * bound.seconds
+    assert check_plan(plan, LONG + SHORT, BIG, three.devices, three.cost) == []
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_optimum_of_groups_that_do_not_use_all_devices_is_below_the_bound(seed):
+    rng = random.Random(seed)
+    jobs = rng.sample(LONG, rng.randint(1, 3)) + SHORT[: rng.randint(1, 3)]
+    for count in (3, 5, 7):
+        problem = instance(jobs, f"{count}xH100", BIG)
+        best = makespan(exact(problem))
+        types = make_types(problem)
+        assert lp_bound(problem, types, 0.5 * best) <= best * (1 + 1e-9)
+
+
+def test_what_groups_cost_adds_up_to_all_devices():
+    """At the duals: machine time is worth as much in the groups there can be as on all devices together."""
+    problem = instance(LONG + SHORT, "7xH100", BIG)
+    types = make_types(problem)
+    answer = solve(problem, types, 1.05 * lp_bound(problem, types, 1.0))
+    rents = answer.rents
+    assert rents[4] / 4 >= rents[2] / 2 >= rents[1] and rents[2] > 2 * rents[1]
+    whole = rents[4] + rents[2] + rents[1]  # 4 + 2 + 1 devices
+    assert whole == pytest.approx(7, rel=1e-6)
+
+
 def test_equal_jobs_one_more_than_devices_are_bound_by_the_pigeonhole():
     """Five jobs, four devices that cannot join: some device runs two jobs, each with a token cost of its own."""
     jobs = [job(i, 16, 1, 1) for i in range(5)]
     problem = instance(jobs, "4xA100-40GB")
     problem.__dict__["degrees"] = (1,)
-    bound, kind, _ = bounds(problem)
+    bound, kind, *_ = bounds(problem)
     need = problem.need(((0, 1),))
     cost = problem.step_cost(1, "dots", need)
     slot = cost.seconds(1, 1, need.S, need.bucket) - cost.t0

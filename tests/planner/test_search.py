@@ -46,19 +46,23 @@ def priced(problem):
     """Types, prices and tables of the problem at a little more than its LP bound."""
     types = make_types(problem)
     C = 1.1 * lp_bound(problem, types, 1.0)
-    return C, solve(problem, types, C).prices, make_tables(problem, types, 2 * C)
+    return (
+        C,
+        dict.fromkeys(problem.degrees, solve(problem, types, C).prices),
+        make_tables(problem, types, 2 * C),
+    )
 
 
 def test_a_group_is_filled_within_its_time_and_what_it_loses_is_accounted(problem, priced):
     C, prices, tables = priced
     jobs = np.array([n for _, n in problem.counts])
     for d, table in tables.items():
-        lost, state = Filler(problem, table, prices, jobs, C).fill()
+        lost, state = Filler(problem, table, prices[d], jobs, C).fill()
         seconds = group_seconds(problem, list(state.packs))
         taken = merge_counts(*(pack.counts for pack in state.packs))
         assert seconds <= C * (1 + 1e-9)
         assert [n - dict(taken).get(k, 0) for k, n in enumerate(jobs)] == list(state.left)
-        worth = sum(n * prices[k] for k, n in taken)
+        worth = sum(n * prices[d][k] for k, n in taken)
         assert lost == pytest.approx(d * (C - problem.load_seconds(d)) - worth, rel=1e-6)
         assert lost >= -1e-3 * C, "no pack is worth more than its time"
 
