@@ -35,7 +35,7 @@ JOBS, RANK, LENGTH, ROWS = 8, 32, 1024, 24
 WARM, BARE = 4, 10  # micro-steps that are not counted, and steps of the bare loop
 SAMPLE_S = 0.005  # between two looks at the memory of the process
 FINISHED = re.compile(
-    r"Finished (tracing|jaxpr to MLIR|XLA compilation).*? (\S+) (?:for jit )?in ([\d.e-]+) sec"
+    r"Finished (tracing|jaxpr to MLIR|XLA compilation|loading).*? (\S+) (?:for jit )?in ([\d.e-]+) sec"
 )
 ROOT = Path(__file__).parent.parent
 
@@ -341,9 +341,9 @@ def start_of(run: Path, called: float) -> dict[str, Any]:
     return {
         "driver_s": started["time"] - called,  # imports, rows, plan
         "start_s": compiled["time"] - started["time"],  # of the worker, to its first micro-step
-        "import_s": loaded["time"] - loaded["load_s"] - started["time"],
+        "import_s": loaded["time"] - loaded["load_s"] - loaded["ahead_s"] - started["time"],
         "load_s": loaded["load_s"],
-        "rows_s": placed[0] - loaded["time"],  # read again, and the first slot filled
+        "rows_s": loaded["ahead_s"] + placed[0] - loaded["time"],  # taken over, and the first slot filled
         "slots_s": placed[-1] - placed[0],
         "step_s": compiled["time"] - placed[-1],  # compiled, or found
         "compile_s": compiled["compile_s"],
@@ -358,6 +358,7 @@ def compiled_in(log: str, last: str = "jit(step)") -> dict[str, Any]:
     """Add up what JAX's log tells of programs, up to the first whose name is `last`; and name the longest."""
     times: dict[str, list[tuple[float, str]]] = {"tracing": [], "jaxpr to MLIR": [], "XLA compilation": []}
     for kind, name, seconds in FINISHED.findall(log):
+        kind = "XLA compilation" if kind == "loading" else kind  # of a step that was kept whole
         times[kind].append((float(seconds), name))
         if kind == "XLA compilation" and name == last:
             break

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from pallas_kernels import using
 from planner import StepShape, step_memory
@@ -25,8 +24,7 @@ from plora_jax.evaluation.scorer import runtime_for
 from plora_jax.jobs import Job
 from plora_jax.machine import Gpu
 from plora_jax.models.config import ModelConfig
-from plora_jax.models.decoder import Decoder, Runtime
-from plora_jax.models.find import load_config
+from plora_jax.models.decoder import Runtime
 from plora_jax.models.load import Base, load_base
 from plora_jax.planning import find_devices, gpu_spec, model_shape
 from plora_jax.training.batch import Batch
@@ -43,13 +41,6 @@ def random_batch(vocab: int, J: int, m: int, S: int) -> Batch:
     rows = np.broadcast_to(np.arange(m, dtype=np.int32)[:, None], (J, m, S))
     yes = np.ones(J, bool)
     return Batch(*map(jnp.asarray, (tokens, at, rows, at, targets, np.zeros(J, np.int32), yes, yes)))
-
-
-def abstract_base(model: str, dtype: Any = jnp.bfloat16, fp8: bool = False) -> Base:
-    """Return a base model whose parameters are shapes alone: enough to compile a step, in no memory."""
-    config = load_config(model)
-    graphdef, params = nnx.split(nnx.eval_shape(lambda: Decoder(config, dtype, fp8)))
-    return Base(model, config, graphdef, params, None)
 
 
 class Program(NamedTuple):

@@ -22,6 +22,7 @@ from planner import render_plan
 from plora_jax.config.space import EXCLUDES, ONLY_WITH
 from plora_jax.config.sweep import Sweep, make_sweep, resolved, unsupported
 from plora_jax.config.yamlfile import parse_yaml
+from plora_jax.engine.handover import ROWS, hand_over, rows_bytes
 from plora_jax.engine.inputs import input_digests
 from plora_jax.engine.journal import Journal
 from plora_jax.engine.progress import Progress, make_console, say
@@ -101,7 +102,7 @@ def run_sweep(
     plan = plan_jobs(sweep, config, left, task.train, scored, site.devices, corners=corners) if left else None
     if plan:
         say(console, render_plan(plan))
-        check_disk(out, disk_bytes(config, plan))
+        check_disk(out, disk_bytes(config, plan) + (rows_bytes(task) if site.launcher else 0))
     if dry_run:
         return 0
     if site.launcher:
@@ -116,6 +117,8 @@ def run_sweep(
         scope = "pack" if by_steps and len(site.groups) > 1 else "sweep"
         settings = {"scope": scope, "reproducible": by_steps, "checkpoint_s": checkpoint_s}
         settings |= {"devices": asdict(site.devices)}
+        if site.launcher:
+            hand_over(run.path, task)
         _write_start(run, journal, left, corners, plan, settings)
         work = {job.job_id: _work(job, task, scored[job.job_id]) for job in jobs}
         feed = Feed(run, journal.state.jobs, sweep.log.to, sweep.log.project, partial(say, console))
@@ -327,6 +330,7 @@ def _finish(run: RunDirectory, journal: Journal, sweep: Sweep, console: Console,
     write_leaderboard(run, metric, Score(**base), rows, test)
     _link_best(run, rows[0], console)
     shutil.rmtree(run.path / FOLDER, ignore_errors=True)  # of jobs that were on their way
+    (run.path / ROWS).unlink(missing_ok=True)
     run.event("finished", failed=failed)
     with contextlib.suppress(UserError):  # said by the leaderboard all the same
         say(console, f"report: {write_report(run.path)}")

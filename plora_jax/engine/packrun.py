@@ -15,9 +15,7 @@ from plora_jax.engine.monitor import Pace
 from plora_jax.engine.rundir import JsonLines, keep_lines
 from plora_jax.engine.rung import conclude, export, read_waiting, write_waiting
 from plora_jax.evaluation.metrics import higher_is_better
-from plora_jax.jobs import Job
 from plora_jax.search.early_stop import rung_steps
-from plora_jax.training.program import Program
 from plora_jax.training.trainer import Trainer, Work
 
 if TYPE_CHECKING:
@@ -49,12 +47,7 @@ class PackRun:
         self.rule = worker.rule
         state = self.journal.refresh()
         self.pack = state.packs[name]
-        now = self.pack | state.limits.get(name, {})
-        if "corners" in self.pack:
-            planned = [worker.work_of(Job.from_dict(values)) for values in self.pack["corners"]]
-        else:
-            planned = [worker.item(job_id) for job_id in self.pack["jobs"]]
-        self.program = program = Program.of(self.sweep, worker.base, now, planned)
+        self.program = program = worker.program(name)
         self.trainer = Trainer(
             worker.base,
             program.spec,

@@ -15,7 +15,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -26,6 +26,7 @@ from rich.console import Console
 
 from planner.signature import POLICIES
 from plora_jax.config.sweep import Sweep, parse_sweep
+from plora_jax.engine.handover import take_over
 from plora_jax.engine.journal import BASE, MAX_ATTEMPTS, RUNG, TEST, Journal, RunState, try_lock
 from plora_jax.engine.monitor import sample
 from plora_jax.engine.packrun import PackRun
@@ -33,16 +34,18 @@ from plora_jax.engine.progress import make_console
 from plora_jax.engine.rundir import RunDirectory, write_json
 from plora_jax.engine.rung import plan_rung
 from plora_jax.engine.task import Task, read_task, start_adapters
+from plora_jax.errors import UserError
 from plora_jax.evaluation.leaderboard import rank, read_results
 from plora_jax.evaluation.metrics import higher_is_better
 from plora_jax.evaluation.scorer import Score, Scorer, runtime_for
 from plora_jax.jobs import Job
-from plora_jax.models.load import Base, load_base
+from plora_jax.models.load import Base, abstract_base, load_base
 from plora_jax.peft import import_adapter
 from plora_jax.planning import trained_rows
 from plora_jax.search.drawing import Drawer
 from plora_jax.search.early_stop import Rule, make_rule
 from plora_jax.training.compiled import keep_programs
+from plora_jax.training.program import Program
 from plora_jax.training.trainer import Trained, Work
 
 STATUS_S = 1.0  # seconds between two states written for whoever watches
@@ -80,6 +83,7 @@ class Worker:
         )
         self.console = console or make_console()
         keep_programs()
+        self._task = task
         self.base = base or self._load()
         self.scorer = Scorer(self.base, runtime_for(self.base))
         self.higher_is_better = higher_is_better(self.sweep.data.metric, self.sweep.base_dir)
@@ -87,12 +91,20 @@ class Worker:
         self._status: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname()}
         self._wrote, self.tokens = 0.0, 0
         self._steps: deque[tuple[int, float]] = deque(maxlen=1000)
-        self._task = task
 
     def _load(self) -> Base:
+        """Load the model, and beside its weights the compiled step of the pack that is probably the first."""
         began = time.monotonic()
+        with suppress(Exception):  # whatever is wrong is told when the pack is taken up
+            self.base = abstract_base(self.sweep.model, precision=self.sweep.precision.base)
+            with self.journal.locked() as state:
+                first = next(self._packs(state), None)
+            if first:
+                self.program(first).seek()
+        ahead = time.monotonic()
         base = load_base(self.sweep.model, precision=self.sweep.precision.base)  # type: ignore[arg-type]
-        self.run.event("loaded", worker=self.name, load_s=round(time.monotonic() - began, 3))
+        seconds = {"ahead_s": round(ahead - began, 3), "load_s": round(time.monotonic() - ahead, 3)}
+        self.run.event("loaded", worker=self.name, **seconds)
         return base
 
     # ---- what to run -------------------------------------------------------------------------------------------
@@ -121,10 +133,8 @@ class Worker:
         claims = self.run.path / "claims"
         claims.mkdir(exist_ok=True)
         with self.journal.locked() as state:
-            packs = [name for name in state.packs if name not in state.done]
-            mine = [name for name in packs if self.name in map(str, state.packs[name]["devices"])]
-            names = [*dict.fromkeys([*mine, *packs])]
-            names += [BASE] if BASE not in state.done else []
+            packs = list(self._packs(state))
+            names = [*packs, BASE] if BASE not in state.done else [*packs]
             if state.at_rung and not packs:
                 names = [f"{RUNG}{1 + sum(name.startswith(RUNG) for name in state.done)}", *names]
             names += [TEST] if TEST not in state.done and not names else []
@@ -142,6 +152,12 @@ class Worker:
                 self.journal.append("claim", pack=name, worker=self.name)
                 return name, lock
         return None
+
+    def _packs(self, state: RunState) -> Iterator[str]:
+        """Yield the packs that are not done, those of this device group first."""
+        packs = [name for name in state.packs if name not in state.done]
+        mine = [name for name in packs if self.name in map(str, state.packs[name]["devices"])]
+        yield from dict.fromkeys([*mine, *packs])
 
     def _give_up(self, name: str, state: RunState) -> None:
         """Fail the jobs of a pack that was begun and lost too often."""
@@ -275,16 +291,29 @@ class Worker:
         return Job.from_dict(self.journal.state.jobs[job_id])
 
     def task(self) -> Task:
-        """Return the data of the run, read on first use."""
+        """Return the data of the run, on first use as the driver handed it over; what it did not have is read.
+
+        Raises:
+          UserError: a file that has to be read is not the one that the run was started with.
+        """
         if self._task is None:
             named = [self._job(job_id) for job_id in self.journal.state.jobs]
             corners = [pack["corners"] for pack in self.journal.state.packs.values() if "corners" in pack]
             named += [Job.from_dict(values) for values in chain(*corners)]
             jobs, starts = start_adapters(self.sweep, self.base.config, named)
-            vocab = self.base.config.vocab_size
-            self._task = read_task(self.sweep, jobs, self.base.tokenizer, vocab, self.console)
+            task = take_over(self.run.path, self.sweep, jobs, lambda: self.base.tokenizer)
+            self._task = task or self._read(jobs)
             self._task.starts.update(starts)
         return self._task
+
+    def _read(self, jobs: Sequence[Job]) -> Task:
+        vocab = self.base.config.vocab_size
+        task = read_task(self.sweep, jobs, self.base.tokenizer, vocab, self.console)
+        then = self.run.read_json("inputs.json") or {}
+        for name, digest in task.digests.items():
+            if digest != then.get(name, digest):
+                raise UserError(f"{name} changed since this run was started: then {then[name]}, now {digest}")
+        return task
 
     def work_of(self, job: Job) -> Work:
         """Return what a job needs to start; data that no job named before is read now."""
@@ -296,6 +325,16 @@ class Worker:
     def item(self, job_id: str) -> Work:
         """Return what a job of the journal needs to start."""
         return self.work_of(self._job(job_id))
+
+    def program(self, name: str) -> Program:
+        """Return the program of a pack, as what was learnt of it since it was planned has made it."""
+        state = self.journal.state
+        pack = state.packs[name]
+        if "corners" in pack:
+            planned = [self.work_of(Job.from_dict(values)) for values in pack["corners"]]
+        else:
+            planned = [self.item(job_id) for job_id in pack["jobs"]]
+        return Program.of(self.sweep, self.base, pack | state.limits.get(name, {}), planned)
 
     @cached_property
     def rule(self) -> Rule:

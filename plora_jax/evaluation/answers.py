@@ -98,23 +98,33 @@ def _value(text: str) -> str:
 
 @dataclass(frozen=True)
 class Questions:
-    """Hold the rows of a held-out part as prompts to answer, and what the answers are graded by.
-
-    grade: the value of every row from the generated texts. proportion: the values are 0 and 1.
-    """
+    """Hold the rows of a held-out part as prompts to answer, and what the answers are graded by."""
 
     prompts: list[Int32[np.ndarray, " P"]]
     repeated: list[str]  # ends of the prompts that the first token of an answer spells out once more
+    references: list[str]  # what each row's answer should be, without surrounding spaces
     stops: frozenset[int]
     new_tokens: int
-    tokenizer: Any
-    grade: Callable[[Sequence[str]], Float[np.ndarray, " rows"]]
-    proportion: bool
+    tokenizer: Callable[[], Any]  # made when it is needed
+    metric: Answer | UserMetric
+
+    @property
+    def proportion(self) -> bool:
+        """Tell whether the values of `grade` are 0 and 1."""
+        return isinstance(self.metric, Answer)
+
+    def grade(self, texts: Sequence[str]) -> Float[np.ndarray, " rows"]:
+        """Return the value of every row from the generated texts."""
+        if isinstance(self.metric, Answer):
+            extract = self.metric.extract
+            pairs = zip(texts, self.references, strict=True)
+            return np.array([float(extract(text) == extract(reference)) for text, reference in pairs])
+        return self.metric(texts, self.references)
 
     def texts(self, answers: Sequence[Int32[np.ndarray, " n"]]) -> list[str]:
         """Return generated tokens as text, without special tokens, stops and surrounding spaces."""
         kept = [[int(t) for t in tokens if int(t) not in self.stops] for tokens in answers]
-        texts = self.tokenizer.batch_decode(
+        texts = self.tokenizer().batch_decode(
             kept, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return [t.removeprefix(end).strip() for t, end in zip(texts, self.repeated, strict=True)]
@@ -170,26 +180,18 @@ def make_questions(
         repeated.append(source.prompt[int(piece.start[first]) :])
     references = [s.completion.strip() for s in sources]
     if isinstance(metric, Answer):
-        wanted = [_wanted(metric, source) for source in sources]
-
-        def grade(texts: Sequence[str]) -> np.ndarray:
-            return np.array([float(metric.extract(t) == w) for t, w in zip(texts, wanted, strict=True)])
+        for source in sources:
+            _check_answer(metric, source)
     else:
         metric(references[:TRIED], references[:TRIED])
-
-        def grade(texts: Sequence[str]) -> np.ndarray:
-            return metric(texts, references)
-
     ends = frozenset(stops) | chat_ends(tokenizer)
-    return Questions(prompts, repeated, ends, new_tokens, tokenizer, grade, isinstance(metric, Answer))
+    return Questions(prompts, repeated, references, ends, new_tokens, lambda: tokenizer, metric)
 
 
-def _wanted(answer: Answer, source: Source) -> str:
-    found = answer.extract(source.completion)
-    if found is None:
+def _check_answer(answer: Answer, source: Source) -> None:
+    if answer.extract(source.completion) is None:
         where = answer.kind if answer.kind == "last_number" else f"{answer.kind} {answer.mark!r}"
         raise UserError(f"{source.where}: data.answer {where} finds no answer in {source.completion[:80]!r}.")
-    return found
 
 
 def chat_ends(tokenizer: Any) -> frozenset[int]:

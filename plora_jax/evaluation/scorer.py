@@ -31,9 +31,9 @@ from plora_jax.data.requests import Requests, lay_out
 from plora_jax.data.shapes import split_lengths
 from plora_jax.engine.rundir import write_json
 from plora_jax.errors import UserError
-from plora_jax.evaluation.answers import Questions, make_answer, make_questions, parse_answer
+from plora_jax.evaluation.answers import Answer, Questions, make_answer, make_questions, parse_answer
 from plora_jax.evaluation.generate import Scales, generate
-from plora_jax.evaluation.metrics import USERS, load_metric, normal, wilson
+from plora_jax.evaluation.metrics import USERS, UserMetric, load_metric, normal, wilson
 from plora_jax.jobs import Job
 from plora_jax.models.attention import choose_attention
 from plora_jax.models.decoder import LoRA, Runtime
@@ -309,11 +309,18 @@ def read_eval_set(
     if data.metric == "choice_accuracy":
         choices = make_choices(examples, tokenizer, choices=data.choices or None, train=train)
         return make_eval_set(examples, choices)
-    exact = data.metric == "exact_match"
-    metric = make_answer(data.answer) if exact else load_metric(data.metric, directory)
-    stops = stop_ids(model)
+    metric, stops = metric_of(data, directory), stop_ids(model)
     asked = make_questions(examples, tokenizer, metric, new_tokens=data.max_new_tokens, stops=stops)
     return make_eval_set(examples, questions=asked)
+
+
+def metric_of(data: DataConfig, directory: Path) -> Answer | UserMetric:
+    """Return how generated answers are graded: as `data.answer` says, or by the user's metric.
+
+    Raises:
+      UserError: a user's metric cannot be used.
+    """
+    return make_answer(data.answer) if data.metric == "exact_match" else load_metric(data.metric, directory)
 
 
 def score(evals: EvalSet, log_p: Float[np.ndarray, " N"], texts: Sequence[str] = ()) -> Score:

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,13 +33,22 @@ Placement = Callable[[str, tuple[int, ...]], Sharding]
 
 @dataclass(frozen=True)
 class Base:
-    """Hold a frozen base model: what it is, how it is built, its arrays, its tokenizer if it has one."""
+    """Hold a frozen base model: what it is, how it is built, its arrays, and how to make its tokenizer."""
 
     name: str
     config: ModelConfig
     graphdef: nnx.GraphDef
     params: nnx.State
-    tokenizer: Any
+    make_tokenizer: Callable[[], Any] = lambda: None
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Load the tokenizer on first use: transformers imports torch for it where that is installed, 10 s.
+
+        Raises:
+            UserError: it cannot be loaded.
+        """
+        return self.make_tokenizer()
 
     def model(self, params: nnx.State | None = None) -> Decoder:
         """Merge the parameters (these, or `params` as traced by a transformation) into a Decoder."""
@@ -88,18 +97,28 @@ def load_base(
         UserError: the model is not supported, not found or unreachable, or its tensors do not fit; fp8 on a GPU
             without it.
     """
-    dtype, fp8 = jnp.dtype(dtype or _dtype(precision)), precision == "fp8"
+    dtype, fp8 = _held_in(dtype, precision)
     if fp8 and (reason := why_not(default_device().capability)):
         raise UserError(f"precision: fp8 cannot run on {default_device().kind}: {reason}; use bf16")
     config, stored, make_tokenizer = _sources(name, random_weights)
-    with ThreadPoolExecutor(
-        1
-    ) as beside:  # importing transformers takes as long as the weights of a small model
-        tokenizer = beside.submit(make_tokenizer)
-        graphdef, params = _load(
-            name, config, stored, dtype, fp8, seed if random_weights else None, placement
-        )
-    return Base(name, config, graphdef, params, tokenizer.result())
+    graphdef, params = _load(name, config, stored, dtype, fp8, seed if random_weights else None, placement)
+    return Base(name, config, graphdef, params, make_tokenizer)
+
+
+def abstract_base(name: str, *, dtype: Any = None, precision: str = "auto") -> Base:
+    """Return `load_base`'s model with shapes alone for parameters: enough to compile a step, in no memory.
+
+    Raises:
+        UserError: the model is not supported, not found or unreachable.
+    """
+    config = load_config(name)
+    parts = nnx.split(_decoder(config, *_held_in(dtype, precision)))
+    return Base(name, config, *parts, partial(load_tokenizer, name))
+
+
+@cache
+def _decoder(config: ModelConfig, dtype: Any, fp8: bool) -> Decoder:
+    return nnx.eval_shape(lambda: Decoder(config, dtype, fp8))
 
 
 def _load(
@@ -112,8 +131,7 @@ def _load(
     placement: Placement | None,
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """Read the weights, or draw them from `seed` where there is one."""
-    abstract = nnx.eval_shape(lambda: Decoder(config, dtype, fp8))
-    graphdef, state = nnx.split(abstract)
+    graphdef, state = nnx.split(_decoder(config, dtype, fp8))
     flat = nnx.to_flat_state(state)
     where = {
         path: placement(".".join(map(str, path)), leaf.shape) if placement else None for path, leaf in flat
@@ -157,6 +175,11 @@ def _sources(name: str, random_weights: bool) -> tuple[ModelConfig, dict[str, St
 def _tokenizer_in(directory: Path) -> Any:
     known = ("tokenizer.json", "tokenizer.model", "vocab.json")
     return load_tokenizer(str(directory)) if any((directory / n).exists() for n in known) else None
+
+
+def _held_in(dtype: Any, precision: str) -> tuple[Any, bool]:
+    """Return what parameters are stored in, and whether the layers' weights are fp8 all the same."""
+    return jnp.dtype(dtype or _dtype(precision)), precision == "fp8"
 
 
 def _dtype(precision: str) -> Any:

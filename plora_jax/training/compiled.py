@@ -28,10 +28,11 @@ def programs_dir() -> Path:
             names.append(f"{package}-{version(package)}")
         except PackageNotFoundError:
             names.append(package)
-    return cache_dir() / "programs" / "_".join([*names, _processor()])
+    return cache_dir() / "programs" / "_".join([*names, processor()])
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Name the kind of processor of this machine."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         flags = next(line for line in lines if line.startswith(("flags", "Features")))

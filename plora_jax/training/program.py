@@ -15,6 +15,7 @@ from plora_jax.evaluation.scorer import runtime_for
 from plora_jax.models.decoder import Runtime
 from plora_jax.models.load import Base
 from plora_jax.planning import examples_size, job_spec, trained_rows
+from plora_jax.training.kept import KeptStep
 from plora_jax.training.recompute import with_policy
 from plora_jax.training.step import PackSpec, pack_spec
 from plora_jax.training.trainer import Work
@@ -68,6 +69,10 @@ class Program:
             return self.tokens
         layers = self.base.config.n_layers
         return self.tokens * (2 if self.runtime.recompute == "layer" else max(1, layers // 4))
+
+    def seek(self) -> None:
+        """Begin to read the pack's compiled steps, where they are kept; the base may be abstract."""
+        KeptStep(self.base, self.spec, self.runtime).seek(1 if self.packing else self.m, self.shapes)
 
     @cached_property
     def signature(self) -> Signature:

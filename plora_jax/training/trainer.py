@@ -17,6 +17,7 @@ from plora_jax.data.shapes import Shape
 from plora_jax.jobs import Job
 from plora_jax.models.decoder import Runtime
 from plora_jax.models.load import Base
+from plora_jax.training.kept import KeptStep
 from plora_jax.training.optim import init_optimizer
 from plora_jax.training.step import (
     Metrics,
@@ -26,7 +27,6 @@ from plora_jax.training.step import (
     fresh_slot,
     job_axes,
     make_load_slot,
-    make_train_step,
     weight_dtype,
 )
 
@@ -111,7 +111,7 @@ class Trainer:
 
     def _use(self, spec: PackSpec) -> None:
         self.spec = spec
-        self._step = make_train_step(self.base, spec, self._runtime)
+        self._step = KeptStep(self.base, spec, self._runtime)
         self._load = make_load_slot(spec)
 
     def put(self, j: int, work: Work | None, waited: Waiting | None = None) -> None:

@@ -24,9 +24,10 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels import Device, choice
-from plora_jax.bench.step import abstract_base, random_batch
+from plora_jax.bench.step import random_batch
 from plora_jax.jobs import Job
 from plora_jax.models.decoder import Runtime
+from plora_jax.models.load import abstract_base
 from plora_jax.planning import model_shape
 from plora_jax.training.recompute import needed_bytes
 from plora_jax.training.step import empty_pack, make_train_step, pack_spec
@@ -106,7 +107,7 @@ def point(
     asked: str, size: str, J: int, m: int, S: int, rank: int, policy: str, accumulate: bool = False
 ) -> dict[str, Any]:
     """Compile one step, `asked` being xla, fused or fp8, and return its memory point as planner.fit reads it."""
-    base = abstract_base(MODELS[size], fp8=asked == "fp8")
+    base = abstract_base(MODELS[size], precision="fp8" if asked == "fp8" else "bf16")
     jobs = [Job(rank=rank, batch_size=m, max_steps=1, scheduler="constant")] * J
     spec = dataclasses.replace(pack_spec(base.config, jobs, m=m), accumulate=accumulate)
     runtime = Runtime("cudnn", policy, jnp.bfloat16, segments=False)  # type: ignore[arg-type]

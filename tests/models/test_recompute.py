@@ -9,10 +9,10 @@ import pytest
 
 from pallas_kernels import choice, using
 from plora_jax import adapters as lora
-from plora_jax.bench.step import abstract_base, random_batch
+from plora_jax.bench.step import random_batch
 from plora_jax.jobs import Job
 from plora_jax.models.decoder import LoRA, Runtime
-from plora_jax.models.load import load_base
+from plora_jax.models.load import abstract_base, load_base
 from plora_jax.training.step import empty_pack, make_train_step, pack_spec
 from tests.models.tiny import LLAMA
 from tests.pallas_kernels.problems import count_launches
@@ -77,7 +77,7 @@ def test_the_runtime_chooses_the_kernels_of_both_passes(tmp_path, monkeypatch):
     monkeypatch.setattr(choice, "MIN_DEPTH", 0)
     wide = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 1, "head_dim": 32}
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | wide))
-    base = abstract_base(str(tmp_path))
+    base = abstract_base(str(tmp_path), precision="bf16")
     spec = pack_spec(base.config, [Job(rank=8, batch_size=1, max_steps=1)] * 2, m=1)
     state = jax.eval_shape(lambda: empty_pack(base.config, spec))
     batch = jax.eval_shape(lambda: random_batch(base.config.vocab_size, 2, 1, 128))
