@@ -9,7 +9,6 @@ settings, the model, the pack's specification and the shape of the batch.
 import hashlib
 import logging
 import os
-import pickle
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -220,13 +219,7 @@ def _write(name: str, program: Any) -> None:
         files = sorted(place.glob("[0-9a-f]*"), key=lambda path: path.stat().st_mtime)
         for old in files[:-MOST]:
             old.unlink(missing_ok=True)
-    except (
-        OSError,
-        ValueError,
-        NotImplementedError,
-        jax.errors.JaxRuntimeError,
-        pickle.PicklingError,
-    ) as error:
+    except Exception as error:  # a full disk, or whatever a device's own serialisation raises
         log.warning("the step is not kept: %s: %s", type(error).__name__, error)
         with suppress(OSError):
             part.unlink(missing_ok=True)
