@@ -44,6 +44,37 @@ Finished XLA compilation of jit(late) in 9.0 sec
     assert found == {"programs": 2, "traced_s": 2.0, "lowered_s": 0.25, "compiled_s": 3.2}
 
 
+def test_a_step_that_was_kept_whole_ends_the_sum():
+    log = """
+Finished XLA compilation of jit(write) in 0.5 sec
+a kept step: Finished loading jit(step) in 0.25 sec
+Finished XLA compilation of jit(step) in 9.0 sec
+"""
+    found = load.compiled_in(log)
+    assert (
+        found["programs"] == 2 and found["compiled_s"] == 0.75 and found["longest"][0] == ["jit(write)", 0.5]
+    )
+
+
+def test_a_start_is_split_by_its_events(tmp_path):
+    events = [
+        {"event": "started", "time": 100.0},
+        {"event": "loaded", "time": 110.0, "ahead_s": 3.0, "load_s": 5.0},
+        {"event": "placed", "time": 110.25},
+        {"event": "placed", "time": 112.0},
+        {"event": "compiled", "time": 112.5, "compile_s": 0.4, "slots": 2},
+        {"event": "placed", "time": 120.0},
+        {"event": "finished", "time": 130.0},
+    ]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    (tmp_path / "workers").mkdir()
+    (tmp_path / "workers" / "0.json").write_text("{}")
+    found = load.start_of(tmp_path, 90.0)
+    parts = {name: found[name] for name in ("import_s", "load_s", "rows_s", "slots_s", "step_s")}
+    assert parts == {"import_s": 2.0, "load_s": 5.0, "rows_s": 3.25, "slots_s": 1.75, "step_s": 0.5}
+    assert found["start_s"] == sum(parts.values()) == 12.5 and found["driver_s"] == 10.0
+
+
 def test_micro_steps_beside_the_bare_step():
     ends = [0.0, 9.0, 9.1, 9.2, 9.3, *(9.3 + 0.101 * n for n in range(1, 6))]
     found = load.pace(ends, [0.01] * len(ends), [0.0] * 4 + [0.05, 0.04] * 3, 0.1)
