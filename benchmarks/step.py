@@ -29,6 +29,7 @@ QWEN = {size: f"Qwen/Qwen2.5-{size}-Instruct" for size in ("0.5B", "1.5B", "3B",
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 CASE_SECONDS = 200  # after which a worker is given up
 TRITON = {"xla_gpu_enable_triton_gemm": True}  # which the step leaves out where layers are written out
+SCANNED = {"unroll": 1, "kernels": "xla"}
 
 
 def shape(model: str, jobs: int, m: int, length: int, rank: int = 32, **more: Any) -> dict[str, Any]:
@@ -38,10 +39,11 @@ def shape(model: str, jobs: int, m: int, length: int, rank: int = 32, **more: An
 
 def switches() -> list[dict[str, Any]]:
     """Vary one thing at a time around the step expected to be best, the largest expected gain first."""
-    deep = {"unroll": 28}
+    deep = {"unroll": 28, "kernels": "xla"}
 
     def case(label: str, **more: Any) -> dict[str, Any]:
-        return shape(QWEN["7B"], 8, 1, 1024, **{"recompute": "dots"} | more) | {"label": label}
+        given = {"recompute": "dots", "runtime": SCANNED} | more
+        return shape(QWEN["7B"], 8, 1, 1024, **given) | {"label": label}
 
     return [
         case("unrolled", runtime=deep, options=TRITON, ceiling=True, parts=True),
@@ -50,12 +52,13 @@ def switches() -> list[dict[str, Any]]:
         case("unrolled, no Triton products", runtime=deep, parts=True),
         case("unrolled, gradients summed", runtime=deep, accumulate=True),
         case("unrolled, nothing recomputed", runtime=deep, recompute="none"),
+        case("unrolled, fused kernel, layers recomputed", runtime=deep, kernels="auto", recompute="layer"),
         case("unrolled, head in chunks of 4096", runtime=deep, head_chunk=4096),
         case("unrolled, no command buffers", runtime=deep, options={"xla_gpu_enable_command_buffer": ""}),
         case("scanned, fused kernel", kernels="auto"),
         case("scanned, layers recomputed", recompute="layer"),
-        case("scanned, a quarter recomputed", runtime={"recomputed": 7}),
-        case("two micro-steps a dispatch", runtime={"unroll": 1}, micro_steps=2, repeats=5),
+        case("scanned, a quarter recomputed", runtime=SCANNED | {"recomputed": 7}),
+        case("two micro-steps a dispatch", micro_steps=2, repeats=5),
         case(
             "unrolled, latency hiding",
             runtime=deep,
@@ -89,7 +92,8 @@ def table_small() -> list[dict[str, Any]]:
     return [
         peft(three, (1, 1024)),
         shape(three, 32, 1, 1024, recompute="dots", repeats=6, **full),
-        shape(three, 32, 1, 1024, recompute="dots", repeats=6, runtime={"recomputed": 9}),
+        shape(three, 32, 1, 1024, recompute="dots", repeats=6, runtime=SCANNED)
+        | {"label": "Qwen2.5-3B-Instruct 32x1x1024, scanned"},
         peft(half, (1, 1024), (1, 128)),
         shape(half, 32, 1, 128, **full),
         shape(half, 32, 1, 128, micro_steps=4, repeats=5),
@@ -103,7 +107,7 @@ def fp8_base() -> list[dict[str, Any]]:
     """Measure 7B at 8 × 1 × 1024 on an fp8 base, written out and scanned, both formats of output gradients."""
 
     def case(label: str, precision: str = "fp8", backward: str = "e4m3", **more: Any) -> dict[str, Any]:
-        runtime = {"fp8_backward": backward}
+        runtime = {"fp8_backward": backward} | (SCANNED if "scanned" in label else {})
         return shape(QWEN["7B"], 8, 1, 1024, precision=precision, runtime=runtime, **more) | {"label": label}
 
     return [

@@ -75,13 +75,13 @@ def forward(x, mask, sites: tuple[Site, ...], *, config=lambda site: DEFAULT, in
 
 def backward(x, mask, sites: tuple[Site, ...], us, dys, *, config=DEFAULT, interpret=None):
     """Compute dx, dA and dB of all sites; as `reference.backward`."""
-    acc, xm = accumulator(x.dtype), masked(x, mask)
+    xm, out = masked(x, mask), reference.gradient_dtype(sites)
     dx, dus = _dx(mask, sites, dys, config, interpret)
     das: list = [None] * len(sites)
     dbs = list(das)
     for i, du in dus.items():
-        das[i] = job_product(du, xm, "tk,tn", acc)
-        dbs[i] = job_product(dys[i], us[i], "tk,tn", acc)
+        das[i] = job_product(du, xm, "tk,tn", out)
+        dbs[i] = job_product(dys[i], us[i], "tk,tn", out)
     return dx, tuple(das), tuple(dbs)
 
 

@@ -45,6 +45,11 @@ def adapted(sites: tuple[Site, ...]) -> list[int]:
     return [i for i, site in enumerate(sites) if site.a is not None]
 
 
+def gradient_dtype(sites) -> jnp.dtype:
+    """Return the dtype that products give dA and dB in: the adapters', so that no wider array is written first."""
+    return jnp.result_type(*(site.a for site in sites if site.a is not None))
+
+
 def stacked_a(sites, dtype):
     """Return the A of all adapted sites side by side along the rank, cast for the product: [J, ΣR, D]."""
     return jnp.concatenate([sites[i].a.astype(dtype) for i in adapted(sites)], axis=1)
@@ -131,7 +136,7 @@ def backward(x, mask, sites: tuple[Site, ...], us, dys):
 
     Returns:
       (dx, das, dbs): dx [J, T, D] in x's dtype (one per job also when x was shared), dA [J, R, D] and
-      dB [J, F, R] per site in float32 (float64 for float64), None where a site has no adapter.
+      dB [J, F, R] per site in the adapter's dtype, None where a site has no adapter.
     """
     dtype, acc = x.dtype, accumulator(x.dtype)
     terms = []
@@ -148,8 +153,9 @@ def backward(x, mask, sites: tuple[Site, ...], us, dys):
         du = (du * stacked_scale(sites, acc)[:, None, :]).astype(dtype)
         back = job_product(du, stacked_a(sites, dtype), "tk,kn", dtype).astype(acc)
         terms.append(back if mask is None else back * mask.astype(acc))
-        das = split_ranks(job_product(du, masked(x, mask), "tk,tn", acc), sites, axis=1)
+        out = gradient_dtype(sites)
+        das = split_ranks(job_product(du, masked(x, mask), "tk,tn", out), sites, axis=1)
         for i in adapted(sites):
-            dbs[i] = job_product(dys[i], us[i], "tk,tn", acc)
+            dbs[i] = job_product(dys[i], us[i], "tk,tn", out)
     dx = sum(terms[1:], terms[0]).astype(dtype)
     return dx, das, tuple(dbs)

@@ -94,14 +94,17 @@ def test_recompute_auto_takes_the_least_that_fits(tmp_path, monkeypatch):
         measure_step(base, jobs=1, m=1, length=8, rank=8, recompute="auto", repeats=0)
 
 
-def test_on_a_gpu_what_recomputes_nothing_has_no_loop(monkeypatch):
+def test_on_a_gpu_only_what_recomputes_whole_layers_has_a_loop(monkeypatch):
     assert with_policy(Runtime(), "none", 4) == Runtime()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert with_policy(Runtime(), "none", 4) == Runtime(unroll=4, kernels="auto")
-    assert with_policy(Runtime(recomputed=2), "dots", 4) == Runtime(recompute="dots")
+    assert with_policy(Runtime(recomputed=2), "dots", 4) == Runtime(
+        recompute="dots", unroll=4, kernels="auto"
+    )
+    assert with_policy(Runtime(), "layer", 4) == Runtime(recompute="layer")
 
 
-def test_on_a_gpu_auto_writes_out_only_what_recomputes_nothing(tmp_path, monkeypatch):
+def test_on_a_gpu_auto_writes_out_all_but_the_last_resort(tmp_path, monkeypatch):
     model = tiny.write_model(tmp_path / "model", num_hidden_layers=4)
     base = load_base(str(model), random_weights=True, precision="fp32")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -115,8 +118,8 @@ def test_on_a_gpu_auto_writes_out_only_what_recomputes_nothing(tmp_path, monkeyp
     monkeypatch.setattr(bench, "cheapest", none_fits)
     with pytest.raises(UserError):
         measure_step(base, jobs=1, m=1, length=8, rank=8, recompute="auto", repeats=0)
-    assert [(r.recompute == "none", r.unroll, r.kernels) for r in tried] == [
-        (True, 4, "auto"), *[(False, 1, "xla")] * 5
+    assert [(r.recompute, r.unroll, r.kernels) for r in tried] == [
+        ("none", 4, "auto"), *[("dots", 4, "auto")] * 4, ("layer", 1, "xla")
     ]  # fmt: skip
 
 

@@ -46,6 +46,7 @@ def random_batch(vocab: int, J: int, m: int, S: int) -> Batch:
 class Program(NamedTuple):
     """Hold a compiled step with what it was made from."""
 
+    lowered: Any
     compiled: Any
     runtime: Runtime
     spec: PackSpec
@@ -67,8 +68,9 @@ def compile_step(
     if micro_steps > 1:
         batch = jax.tree.map(lambda leaf: jnp.stack([leaf] * micro_steps), batch)
     start = time.perf_counter()
-    compiled = step.lower(state, base.params, batch).compile(compiler_options=options)  # type: ignore[attr-defined]
-    return Program(compiled, runtime, spec, batch, time.perf_counter() - start)
+    lowered = step.lower(state, base.params, batch)  # type: ignore[attr-defined]
+    compiled = lowered.compile(compiler_options=options)
+    return Program(lowered, compiled, runtime, spec, batch, time.perf_counter() - start)
 
 
 def measure_step(
@@ -172,7 +174,7 @@ def measure_step(
     if again is not None:
         result["compile_cached_s"] = again
     if repeats:
-        result |= _time(base, program, repeats, micro_steps, parts)
+        result |= _time(base, program, repeats, micro_steps, parts, options)
         result["model_flops_s"] = step_flops(config, jobs * m, length, spec.rank) / (result["ms"][0] / 1e3)
     if repeats and ceiling:
         tokens = jobs * m * length
@@ -200,7 +202,14 @@ def step_flops(config: ModelConfig, sequences: int, S: int, rank: int) -> float:
     return products + adapters + scores
 
 
-def _time(base: Base, program: Program, repeats: int, micro_steps: int, parts: bool) -> dict[str, Any]:
+def _time(
+    base: Base,
+    program: Program,
+    repeats: int,
+    micro_steps: int,
+    parts: bool,
+    options: dict[str, Any] | None,
+) -> dict[str, Any]:
     """Run a program as training does, waiting for each call when the next is under way."""
     state = _random_state(empty_pack(base.config, program.spec))
     last, times = None, []
@@ -222,13 +231,18 @@ def _time(base: Base, program: Program, repeats: int, micro_steps: int, parts: b
         "peak_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
     }
     if parts:
-        held = [state]
+        held, profiled = [state], program.compiled
+        if (
+            jax.default_backend() == "gpu"
+        ):  # within a command buffer a profile does not tell whose a kernel is
+            apart = {**(options or {}), "xla_gpu_enable_command_buffer": ""}
+            profiled = program.lowered.compile(compiler_options=apart)
 
         def once() -> Any:
-            held[0], metrics = program.compiled(held[0], base.params, program.batch)
+            held[0], metrics = profiled(held[0], base.params, program.batch)
             return metrics
 
-        found = profile_steps(program.compiled, once)
+        found = profile_steps(profiled, once)
         result["parts"] = {name: ms / micro_steps for name, ms in found.items()}
     return result
 

@@ -366,8 +366,10 @@ def recomputing(layer: Callable[..., Any], policy: str, runtime: Runtime) -> Cal
         flash = policy == "dots" and primitive.name.startswith("dot_product_attention_fwd")
         return flash or named(primitive, *args, **params)
 
-    # A loop keeps XLA from undoing it; where there is none, layers that are to be recomputed whole must be protected.
-    return jax.checkpoint(layer, policy=keep, prevent_cse=policy == "layer" and runtime.unroll > 1)
+    # A loop keeps XLA from undoing it. Where layers are written out, barriers around what flows through them do; around
+    # weights they would make copies.
+    apart = (True, (False, False, False, False)) if runtime.unroll > 1 else False
+    return jax.checkpoint(layer, policy=keep, prevent_cse=apart)
 
 
 def rotations(

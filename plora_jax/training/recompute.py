@@ -30,11 +30,11 @@ def device_bytes() -> int | None:
 def with_policy(runtime: Runtime, policy: str, layers: int) -> Runtime:
     """Return the runtime of a recompute policy.
 
-    On a GPU "none" also writes the layers out: what a loop keeps beyond the products costs more to move than to compute
-    again, and it copies each layer's weights for the fused kernel, which serves only without it.
+    On a GPU all but "layer" also write the layers out: a loop copies what it keeps for backward, and each layer's
+    weights for the fused kernel, which serves only without it.
     """
     chosen = replace(runtime, recompute=policy, recomputed=0)  # type: ignore[arg-type]
-    if policy == "none" and jax.default_backend() == "gpu":
+    if policy != "layer" and jax.default_backend() == "gpu":
         return replace(chosen, unroll=layers, kernels="auto")
     return chosen
 
@@ -43,8 +43,8 @@ def choices(runtime: Runtime, layers: int) -> Iterator[Runtime]:
     """Yield how a step may be run, cheapest first: all kept, products kept, more and more layers recomputed, all."""
     yield with_policy(runtime, "none", layers)
     for recomputed in sorted({0, layers // 4, layers // 2, layers - layers // 4}):
-        yield replace(runtime, recompute="dots", recomputed=recomputed)
-    yield replace(runtime, recompute="layer", recomputed=0)
+        yield replace(with_policy(runtime, "dots", layers), recomputed=recomputed)
+    yield with_policy(runtime, "layer", layers)
 
 
 def cheapest[Program](

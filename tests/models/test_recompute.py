@@ -70,6 +70,28 @@ def test_states_and_gradients_stay(case, fields):
         np.testing.assert_allclose(one, two, rtol=1e-10, atol=1e-12)
 
 
+def test_written_out_layers_that_recompute_hold_less(tmp_path):
+    """XLA would make one of a layer's forward pass and its recomputation; barriers keep them apart, weights uncopied."""
+    wide = {"intermediate_size": 512, "num_hidden_layers": 8}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | wide))
+    base = abstract_base(str(tmp_path), jnp.float32)
+    spec = pack_spec(base.config, [Job(rank=8, batch_size=2, max_steps=1)], m=2)
+
+    def temporary(**fields):
+        step = make_train_step(base, spec, Runtime(unroll=8, **fields))
+        state, batch = (
+            jax.eval_shape(lambda: empty_pack(base.config, spec)),
+            jax.eval_shape(lambda: random_batch(base.config.vocab_size, 1, 2, 128)),
+        )
+        return step.lower(state, base.params, batch).compile().memory_analysis().temp_size_in_bytes
+
+    none, dots, layer = (temporary(recompute=policy) for policy in ("none", "dots", "layer"))
+    act = (
+        8 * 2 * 128 * 512 * 4
+    )  # what SwiGLU gives in all layers; gate and up, which "layer" does not keep, are twice it
+    assert none - dots > act and dots - layer > act
+
+
 def test_the_runtime_chooses_the_kernels_of_both_passes(tmp_path, monkeypatch):
     """Lowered for CUDA, a layer launches the fused kernel for seven products forward and four backward, or never."""
     monkeypatch.setattr(choice, "default_device", lambda: choice.Device("NVIDIA H200", "9.0", 132))
