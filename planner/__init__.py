@@ -2,7 +2,7 @@
 
 from planner.api import Effort, Options, make_plan
 from planner.check import check_plan
-from planner.devices import Devices, DeviceSpec, cpu_device, devices
+from planner.devices import Devices, DeviceSpec, Mixture, cpu_device, devices, devices_from, mix
 from planner.errors import PlanError
 from planner.explain import explain_plan
 from planner.fit import fit_memory, fit_time, read_memory_points
@@ -26,6 +26,7 @@ __all__ = [
     "Ladder",
     "Ladders",
     "MemoryModel",
+    "Mixture",
     "ModelShape",
     "Options",
     "Pack",
@@ -42,6 +43,7 @@ __all__ = [
     "cpu_device",
     "decoder_shape",
     "devices",
+    "devices_from",
     "expected_makespan",
     "explain_plan",
     "fit_memory",
@@ -49,6 +51,7 @@ __all__ = [
     "fits",
     "gantt_svg",
     "make_plan",
+    "mix",
     "rank_bucket",
     "read_memory_points",
     "render_plan",

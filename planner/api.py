@@ -1,24 +1,27 @@
 """`make_plan`: from jobs, a model and devices to the best plan of all methods, with its bound."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from planner.baselines import baselines
+from planner.baselines import dealt_singly, first_fit, max_gpu_s, min_gpu_s, sequential
 from planner.build import build_plan
-from planner.devices import Devices
+from planner.config_lp import make_types
+from planner.devices import Devices, Mixture
+from planner.errors import PlanError
 from planner.groups import makespan
 from planner.incumbent import repair
 from planner.instance import Instance
-from planner.ours import FEW, Effort, bounds, ours
+from planner.mixture import any_of, check_fits, mixed, mixed_bound, mixed_makespan, on_type, repair_mixed
+from planner.ours import FEW, Bound, Effort, bounds, ours
 from planner.placed import Placed, place
 from planner.plan import Pack, Plan
 from planner.published import Published
 from planner.rungs import Ladders, Rungs, with_early_stop
 from planner.signature import POLICIES
 from planner.specs import JobSpec, ModelShape, check_jobs
-from planner.time import CostModel
-from planner.time import cost_model as shipped_cost_model
+from planner.time import CostModel, cost_models
 
 FEW_CLASSES = 60
 DTM_JOBS, DTM_DEVICES = 200, 16  # the published method is run as a baseline up to here
@@ -59,51 +62,57 @@ def default_effort(instance: Instance) -> Effort:
 def make_plan(
     jobs: Sequence[JobSpec],
     shape: ModelShape,
-    devices: Devices,
+    devices: Devices | Mixture,
     *,
     precision: str = "bf16",
-    cost_model: CostModel | None = None,
+    cost_model: CostModel | Mapping[str, CostModel] | None = None,
     options: Options | None = None,
     incumbent: Sequence[Pack] | None = None,
     busy_until: Sequence[float] = (),
 ) -> Plan:
     """Plan the jobs on the devices for the least makespan; the best of all methods is returned.
 
-    `incumbent` is the packs of an earlier plan, for other jobs or devices perhaps: the new one is never slower than
-    that plan repaired. `busy_until` says in how many seconds each device is free, where packs run; makespan and bound
-    count from now, and baselines are left out.
+    A mixture is planned as a whole, and no slower than on the devices of any of its types alone. `cost_model` is the
+    devices', or a model for some of the types by name; shipped tables serve the others. `incumbent` is the packs of an
+    earlier plan, for other jobs or devices perhaps: the new one is never slower than that plan repaired. `busy_until`
+    says in how many seconds each device is free, where packs run; makespan and bound count from now, and baselines are
+    left out.
 
     Raises:
         PlanError: no jobs, ids that clash, absurd values, or a base that no device group holds.
     """
     options = options or Options()
     kept, notes = check_jobs(list(jobs), shape)
-    cost = cost_model or shipped_cost_model(devices.spec)
+    costs = cost_models(devices, cost_model)
     busy = tuple(busy_until) if any(busy_until) else ()
-    instance = Instance(kept, shape, devices, precision, cost, options.max_slots, options.policies, busy)
-    started = time.perf_counter()
-    bound = bounds(instance)
-    start = repair(instance, incumbent) if incumbent else None
-    deadline = started + options.wall_s
-    effort = options.effort or default_effort(instance)
-    solution, method, truncated = ours(instance, bound, effort, start, deadline)
-    placed = place(instance, solution)
-    planning_s = time.perf_counter() - started
-    started = time.perf_counter()
-    seconds: dict[str, float | None] = {}
-    reasons: dict[str, str] = {}
-    if options.baselines and not busy:
-        seconds, placed, method = _with_baselines(instance, placed, method, options, reasons)
+    if busy and len(busy) != devices.count:
+        raise PlanError(f"busy_until has {len(busy)} numbers for {devices.count} devices; give one each")
+    instances: list[Instance] = []
+    for part, cost in zip(devices.parts, costs.values(), strict=True):
+        first = sum(one.devices.count for one in instances)
+        own = busy[first : first + part.count] if any(busy[first : first + part.count]) else ()
+        limits = options.max_slots, options.policies
+        several = len(costs) > 1
+        instances.append(Instance(kept, shape, part, precision, cost, *limits, own, several, first))
+    able = [instance for instance in instances if instance.degrees]
+    if able and len(able) < len(instances):
+        idle = " and ".join(str(instance.devices) for instance in instances if not instance.degrees)
+        notes.append(f"{idle} hold none of the jobs and stay idle")
+    if len(instances) == 1:
+        found = _alone(instances[0], options, incumbent)
+    else:
+        found = _mixed(able or instances, options, incumbent)
     plan = build_plan(
-        instance,
-        placed,
-        bound,
-        method,
-        planning_s=planning_s,
-        baselines_s=time.perf_counter() - started,
-        truncated=truncated,
-        baselines=seconds,
-        reasons=reasons,
+        found.instances,
+        found.placed,
+        devices,
+        found.bound,
+        found.method,
+        planning_s=found.planning_s,
+        baselines_s=found.baselines_s,
+        truncated=found.truncated,
+        baselines=found.seconds,
+        reasons=found.reasons,
         notes=tuple(notes),
         busy_until=busy,
     )
@@ -111,30 +120,101 @@ def make_plan(
         return plan
     specs = {job.job_id: job for job in kept}
     ladders, slots, policies = options.early_stop, options.max_slots, options.policies
-    rungs = Rungs(specs, shape, devices, precision, cost, ladders, slots, policies)
+    rungs = Rungs(specs, shape, devices, precision, costs, ladders, slots, policies)
+    effort = options.effort or default_effort(instances[0])
     return with_early_stop(plan, rungs, effort, False if busy else options.by_rung)
 
 
-def _with_baselines(
-    instance: Instance, placed: list[Placed], method: str, options: Options, reasons: dict[str, str]
-) -> tuple[dict[str, float | None], list[Placed], str]:
-    """Return every baseline's seconds, and the best placed packs of ours and all of them."""
-    seconds, solutions = baselines(instance)
-    best_s = max(item.end_s for item in placed)
-    for name, solution in sorted(solutions.items()):
-        if makespan(solution) < best_s:
-            placed, method, best_s = place(instance, solution), name, makespan(solution)
+class _Found(NamedTuple):
+    """Hold the packs placed on the devices of each instance, and how they were found."""
+
+    instances: list[Instance]
+    placed: list[list[Placed]]
+    bound: Bound
+    method: str
+    truncated: bool
+    planning_s: float
+    seconds: dict[str, float | None]
+    reasons: dict[str, str]
+    baselines_s: float
+
+    @property
+    def makespan_s(self) -> float:
+        return max(item.end_s for own in self.placed for item in own)
+
+
+def _alone(instance: Instance, options: Options, incumbent: Sequence[Pack] | None = None) -> _Found:
+    """Plan on devices of one type."""
+    started = time.perf_counter()
+    bound = bounds(instance)
+    start = repair(instance, incumbent) if incumbent else None
+    deadline = started + options.wall_s
+    effort = options.effort or default_effort(instance)
+    solution, method, truncated = ours(instance, bound, effort, start, deadline)
+    placed = place(instance, solution)
+    planned = time.perf_counter()
+    seconds: dict[str, float | None] = {}
+    reasons: dict[str, str] = {}
+    if options.baselines and not instance.busy:
+        seconds = {"min_gpu_s": min_gpu_s([instance]), "max_gpu_s": max_gpu_s([instance])}
+        best_s = makespan(solution)
+        for name, other in (("greedy", first_fit(instance)), ("sequential", sequential(instance))):
+            seconds[f"{name}_s"] = makespan(other) if other else None
+            if other and makespan(other) < best_s:
+                placed, method, best_s = place(instance, other), name, makespan(other)
+        published, why = _published(instance, options)
+        seconds["dtm_s"] = published[0] if published else None
+        if why:
+            reasons["dtm_s"] = why
+        if published and published[0] < best_s:
+            placed, method = published[1], "published"
+    spent = planned - started, time.perf_counter() - planned
+    return _Found([instance], [placed], bound, method, truncated, spent[0], seconds, reasons, spent[1])
+
+
+def _published(instance: Instance, options: Options) -> tuple[tuple[float, list[Placed]] | None, str]:
+    """Return the published method's makespan and packs on our step, or why there are none."""
     if instance.n_jobs > DTM_JOBS or instance.devices.count > DTM_DEVICES:
-        seconds["dtm_s"] = None
-        reasons["dtm_s"] = f"not run above {DTM_JOBS} jobs or {DTM_DEVICES} devices"
-    elif not options.published:
-        seconds["dtm_s"] = None
-        reasons["dtm_s"] = "not asked for"
-    else:
-        found = Published(instance).placed()
-        seconds["dtm_s"] = found[0] if found else None
-        if found is None:
-            reasons["dtm_s"] = "the published method found no packs that fit"
-        elif found[0] < best_s:
-            placed, method = found[1], "published"
-    return seconds, placed, method
+        return None, f"not run above {DTM_JOBS} jobs or {DTM_DEVICES} devices"
+    if not options.published:
+        return None, "not asked for"
+    found = Published(instance).placed()
+    return found, "" if found else "the published method found no packs that fit"
+
+
+def _mixed(instances: list[Instance], options: Options, incumbent: Sequence[Pack] | None = None) -> _Found:
+    """Plan on devices of several types; the best of their mixture and each type alone is returned."""
+    started = time.perf_counter()
+    check_fits(instances)
+    types = [make_types(instance) for instance in instances]
+    bound = mixed_bound(instances, types)
+    start = repair_mixed(instances, incumbent) if incumbent else None
+    effort = lambda own: options.effort or default_effort(own)  # noqa: E731
+    solutions, method, truncated = mixed(instances, types, bound, effort, start, started + options.wall_s)
+    placed = [place(one, solution) for one, solution in zip(instances, solutions, strict=True)]
+    planned = time.perf_counter()
+    seconds: dict[str, float | None] = {}
+    reasons: dict[str, str] = {}
+    if options.baselines and not any(one.busy for one in instances):
+        seconds = {"min_gpu_s": min_gpu_s(instances), "max_gpu_s": max_gpu_s(instances), "dtm_s": None}
+        reasons["dtm_s"] = "the published method is for devices of one type"
+        dealt = dealt_singly(instances)
+        for name, way in (("greedy", first_fit), ("sequential", sequential)):
+            others = [
+                on_type(one, any_of(one, counts), way) for one, counts in zip(instances, dealt, strict=True)
+            ]
+            seconds[f"{name}_s"] = mixed_makespan(others)
+            if mixed_makespan(others) < mixed_makespan(solutions):
+                solutions, method = others, name
+                placed = [place(one, own) for one, own in zip(instances, others, strict=True)]
+    spent = planned - started, time.perf_counter() - planned
+    best = _Found(instances, placed, bound, method, truncated, spent[0], seconds, reasons, spent[1])
+    for n, instance in enumerate(instances):
+        whole = all(instance.fits(k) for k, _ in instance.counts)
+        if not whole or bounds(instance).seconds >= best.makespan_s * (1 - 1e-9):
+            continue
+        alone = _alone(instance, options)
+        if alone.makespan_s < best.makespan_s:
+            placed = [alone.placed[0] if m == n else [] for m in range(len(instances))]
+            best = best._replace(placed=placed, method=f"{instance.devices.spec.name} alone, {alone.method}")
+    return best._replace(planning_s=time.perf_counter() - started - spent[1])

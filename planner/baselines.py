@@ -3,8 +3,9 @@ step.
 """
 
 import heapq
+from collections.abc import Callable, Sequence
 
-from planner.groups import Group, Solution, make_group, makespan
+from planner.groups import Group, Solution, make_group
 from planner.instance import Counts, Instance
 from planner.pack import choose_pack
 
@@ -20,36 +21,60 @@ def eager_step_s(instance: Instance, k: int, degree: int) -> float:
     return max(launch, job.batch_size * job.row_tokens * (1 + cost.padding) * token_s)
 
 
-def _list_schedule(seconds: list[tuple[float, int]], machines: int) -> float:
-    """Return when the last of (seconds, how many) jobs ends, longest first on the machine free first."""
-    free = [0.0] * machines
-    for s, n in sorted(seconds, reverse=True):
-        for _ in range(n):
-            heapq.heapreplace(free, free[0] + s)
-    return max(free)
+def _list_schedule(
+    instances: Sequence[Instance], degrees: Sequence[int], seconds: Callable[[int, int], float]
+) -> tuple[float, list[Counts]]:
+    """Deal single jobs, the longest at its best type first, to the group of any type on which each then ends first.
+
+    `seconds(n, k)` is what a job of class k takes on a group of instance n. Returns when the last ends, and the jobs of
+    each type.
+    """
+    took = [[seconds(n, k) for k, _ in instances[0].counts] for n in range(len(instances))]
+    free = [[0.0] * (one.devices.count // d) for one, d in zip(instances, degrees, strict=True)]
+    dealt: list[dict[int, int]] = [{} for _ in instances]
+    order = sorted((min(own[k] for own in took), k, count) for k, count in instances[0].counts)
+    for _, k, count in reversed(order):
+        for _ in range(count):
+            n = min((n for n in range(len(free)) if free[n]), key=lambda n: (free[n][0] + took[n][k], n))
+            heapq.heapreplace(free[n], free[n][0] + took[n][k])
+            dealt[n][k] = dealt[n].get(k, 0) + 1
+    return max(map(max, filter(None, free))), [tuple(sorted(own.items())) for own in dealt]
 
 
-def one_adapter_s(instance: Instance, degree: int) -> float:
-    """Return the makespan of one adapter per job on groups of one degree; every job loads the base anew."""
-    jobs = []
-    for k, n in instance.counts:
+def one_adapter_s(instances: Sequence[Instance], degrees: Sequence[int]) -> float:
+    """Return the makespan of one adapter per job on groups of one degree a type; every job loads the base anew."""
+
+    def seconds(n: int, k: int) -> float:
+        instance, degree = instances[n], degrees[n]
+        if not instance.fits_alone(k, degree):
+            return float("inf")
         steps = -(-instance.classes[k].rows // instance.classes[k].batch_size)
-        seconds = steps * eager_step_s(instance, k, degree) + instance.eval_seconds(degree, k)
-        jobs.append((seconds + instance.load_seconds(degree), n))
-    return _list_schedule(jobs, instance.devices.count // degree)
+        run_s = steps * eager_step_s(instance, k, degree) + instance.eval_seconds(degree, k)
+        return run_s + instance.load_seconds(degree)
+
+    return _list_schedule(instances, degrees, seconds)[0]
 
 
-def min_gpu_s(instance: Instance) -> float:
+def fewest(instance: Instance) -> int:
+    """Return the fewest devices on which every job fits that fits any group."""
+    K = [k for k, _ in instance.counts if instance.fits(k)]
+    return min(d for d in instance.degrees if all(instance.fits_alone(k, d) for k in K))
+
+
+def min_gpu_s(instances: Sequence[Instance]) -> float:
     """Return the makespan of Min GPU: the fewest devices on which every job fits, side by side."""
-    K = range(len(instance.classes))
-    return one_adapter_s(
-        instance, min(d for d in instance.degrees if all(instance.fits_alone(k, d) for k in K))
-    )
+    return one_adapter_s(instances, [fewest(instance) for instance in instances])
 
 
-def max_gpu_s(instance: Instance) -> float:
+def max_gpu_s(instances: Sequence[Instance]) -> float:
     """Return the makespan of Max GPU: every job on as many devices as a group may have."""
-    return one_adapter_s(instance, instance.degrees[-1])
+    return one_adapter_s(instances, [instance.degrees[-1] for instance in instances])
+
+
+def dealt_singly(instances: Sequence[Instance]) -> list[Counts]:
+    """Return the jobs of each type, dealt as if each ran alone on our step."""
+    degrees = [fewest(instance) for instance in instances]
+    return _list_schedule(instances, degrees, lambda n, k: _alone_s(instances[n], k, degrees[n]))[1]
 
 
 def first_fit(instance: Instance) -> Solution | None:
@@ -57,7 +82,7 @@ def first_fit(instance: Instance) -> Solution | None:
 
     Packs hold one wave, all on the smallest degree; they go, longest first, to the group that is free first.
     """
-    degree = min(d for d in instance.degrees if all(instance.fits_alone(k, d) for k, _ in instance.counts))
+    degree = fewest(instance)
     open_packs: list[dict[int, int]] = []
     order = sorted(instance.counts, key=lambda item: (-_alone_s(instance, item[0], degree), item[0]))
     for k, n in order:
@@ -73,7 +98,7 @@ def first_fit(instance: Instance) -> Solution | None:
 
 def sequential(instance: Instance) -> Solution | None:
     """Return our step used for one job at a time, side by side on the smallest groups that fit every job."""
-    degree = min(d for d in instance.degrees if all(instance.fits_alone(k, d) for k, _ in instance.counts))
+    degree = fewest(instance)
     return spread(instance, [((k, 1),) for k, n in instance.counts for _ in range(n)], degree)
 
 
@@ -110,14 +135,3 @@ def _one_wave(instance: Instance, counts: Counts, degree: int) -> bool:
     return sum(n for _, n in counts) <= max(
         instance.slot_limit(degree, 1, p, need) for p in instance.policies
     )
-
-
-def baselines(instance: Instance) -> tuple[dict[str, float | None], dict[str, Solution]]:
-    """Return the seconds of the simple baselines, and the solutions of those that run on our step."""
-    seconds: dict[str, float | None] = {"min_gpu_s": min_gpu_s(instance), "max_gpu_s": max_gpu_s(instance)}
-    solutions: dict[str, Solution] = {}
-    for name, solution in (("greedy", first_fit(instance)), ("sequential", sequential(instance))):
-        seconds[f"{name}_s"] = makespan(solution) if solution else None
-        if solution:
-            solutions[name] = solution
-    return seconds, solutions

@@ -10,6 +10,7 @@ since a pack's length and rank bucket are at least its jobs' own, and takes at l
 machine time.
 """
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -53,12 +54,12 @@ def modes(instance: Instance) -> Modes:
     return Modes(columns[0].astype(int), *columns[1:])
 
 
-def longest(instance: Instance, table: Modes) -> float:
-    """Return the time of the job that is slowest alone, each in its best mode."""
+def longest(instance: Instance, table: Modes) -> np.ndarray:
+    """Return the time of a job of each class alone, in its best mode; ∞ where it has none."""
     alone = table.setup + table.steps * (table.t0 + table.token) + table.scoring
     best = np.full(len(instance.classes), np.inf)
     np.minimum.at(best, table.k, alone)
-    return float(best.max())
+    return best
 
 
 def group_work(instance: Instance, table: Modes, C: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -88,62 +89,115 @@ def work_fits(instance: Instance, table: Modes, counts: np.ndarray, C: float) ->
     return float(best @ counts) <= instance.usable * (C - setup) * (1 + TOLERANCE)
 
 
-def pigeonhole_fits(instance: Instance, table: Modes, counts: np.ndarray, C: float) -> bool:
-    """Say whether the numbers of jobs fit: for each prefix of the heaviest classes, groups hold whole jobs
-    only.
-
-    Within C a group of degree d completes at most ⌊(C − setup_d) / u_d⌋ jobs of a set whose lightest needs
-    u_d; the devices split into groups of any degrees so as to complete the most.
+def shared_work_fits(
+    instances: Sequence[Instance], tables: Sequence[Modes], counts: np.ndarray, C: float
+) -> bool:
+    """Say whether the machine time of devices of several types suffices: Σ_k n_kτ · w_kτ ≤ G_τ · (C − setup_τ) for some
+    shares n_kτ of the jobs, w_kτ being the least machine time of a job of class k at type τ.
     """
-    time, _, _ = group_work(instance, table, C)
-    K, G = len(counts), instance.usable
-    per_degree = {}
-    for d in instance.degrees:
-        own = np.full(K, np.inf)
-        at = table.degree == d
-        np.minimum.at(own, table.k[at], time[at])
-        setup = instance.load_seconds(d) + instance.cost.compile_s
-        per_degree[d] = (own, setup)
-    weight = np.minimum.reduce([own * d for d, (own, _) in per_degree.items()])
-    if not np.isfinite(weight).all():
+    from scipy.optimize import linprog
+
+    K, T = len(counts), len(instances)
+    best = np.full((T, K), np.inf)
+    for own, table, instance in zip(best, tables, instances, strict=True):
+        time, _, _ = group_work(instance, table, C)
+        np.minimum.at(own, table.k, time * table.degree)
+    if not np.isfinite(best).any(axis=0).all():
         return False
-    order = np.argsort(-weight, kind="stable")
-    total = np.cumsum(counts[order])
+    there = [
+        instance.usable * max(C - float(table.setup.min()), 0.0)
+        for instance, table in zip(instances, tables, strict=True)
+    ]
+    ways = np.isfinite(best).ravel()  # the least u with Σ_k w_kτ n_kτ ≤ u · there_τ
+    work = np.kron(np.eye(T), np.ones(K)) * np.where(ways, best.ravel(), 0.0)
+    found = linprog(
+        np.append(np.zeros(ways.sum()), 1.0),
+        A_ub=np.column_stack([work[:, ways], -np.array(there)]),
+        b_ub=np.zeros(T),
+        A_eq=np.column_stack([np.tile(np.eye(K), T)[:, ways], np.zeros(K)]),
+        b_eq=counts,
+        method="highs",
+    )
+    return bool(found.x is not None and found.fun <= 1 + TOLERANCE)
+
+
+def least_work(instance: Instance, table: Modes, C: float) -> dict[int, np.ndarray]:
+    """Return the least group time of a job of each class within C on a group of each degree; ∞ where it has none."""
+    time, _, _ = group_work(instance, table, C)
+    out = {}
+    for d in instance.degrees:
+        out[d] = np.full(len(instance.classes), np.inf)
+        at = table.degree == d
+        np.minimum.at(out[d], table.k[at], time[at])
+    return out
+
+
+def most_jobs(instance: Instance, work: dict[int, np.ndarray], order: np.ndarray, C: float) -> np.ndarray:
+    """Return, for each prefix of the classes in an order, the most jobs of it that the devices complete within C.
+
+    A group of degree d completes at most ⌊(C − setup_d) / u_d⌋ jobs of a set whose lightest needs u_d; the devices
+    split into groups of any degrees so as to complete the most.
+    """
     capacity = {}
-    for d, (own, setup) in per_degree.items():
+    for d, own in work.items():
+        setup = instance.load_seconds(d) + instance.cost.compile_s
         lightest = np.minimum.accumulate(own[order])
         capacity[d] = np.floor(np.maximum(C - setup, 0.0) / lightest * (1 + TOLERANCE))
-    most = np.zeros(K)
-    left = np.full(K, float(G))
+    most = np.zeros(len(order))
+    left = np.full(len(order), float(instance.usable))
     # devices in groups of powers of two: try each degree as the largest used, fill the rest with the best
     # below it
     best_each: dict[int, np.ndarray] = {}
     for d in sorted(capacity):
-        halves = best_each[d // 2] * 2 if d // 2 in best_each else np.zeros(K)
+        halves = best_each[d // 2] * 2 if d // 2 in best_each else np.zeros(len(order))
         best_each[d] = np.maximum(capacity[d], halves)
     for d in sorted(best_each, reverse=True):
         whole = np.floor(left / d)
         most += whole * best_each[d]
         left -= whole * d
-    return bool((total <= most).all())
+    return most
 
 
-def lower_bound(instance: Instance) -> tuple[float, str]:
-    """Return the largest of the three bounds in seconds, and its name: longest, lp or pigeonhole."""
-    table = modes(instance)
-    counts = np.array([n for _, n in instance.counts], dtype=float)
-    longest_s = longest(instance, table)
-    bounds = {"longest": longest_s}
-    for name, test in (("lp", work_fits), ("pigeonhole", pigeonhole_fits)):
+def pigeonhole_fits(
+    instances: Sequence[Instance], tables: Sequence[Modes], counts: np.ndarray, C: float
+) -> bool:
+    """Say whether the numbers of jobs fit: for each prefix of the heaviest classes, groups hold whole jobs only."""
+    works = [least_work(instance, table, C) for instance, table in zip(instances, tables, strict=True)]
+    weight = np.minimum.reduce([own * d for work in works for d, own in work.items()])
+    if not np.isfinite(weight).all():
+        return False
+    order = np.argsort(-weight, kind="stable")
+    most = sum(most_jobs(instance, work, order, C) for instance, work in zip(instances, works, strict=True))
+    return bool((np.cumsum(counts[order]) <= most).all())
+
+
+def lower_bound(instances: Sequence[Instance]) -> tuple[float, str]:
+    """Return the largest of the three bounds in seconds, and its name: longest, lp or pigeonhole.
+
+    Several instances are the same jobs on devices of as many types, which share them.
+    """
+    tables = [modes(instance) for instance in instances]
+    counts = np.array([n for _, n in instances[0].counts], dtype=float)
+    alone = [longest(instance, table) for instance, table in zip(instances, tables, strict=True)]
+    bounds = {"longest": float(np.minimum.reduce(alone).max())}
+    tests: dict[str, Callable[[float], bool]] = {
+        "lp": lambda C: (
+            work_fits(instances[0], tables[0], counts, C)
+            if len(instances) == 1
+            else shared_work_fits(instances, tables, counts, C)
+        ),
+        "pigeonhole": lambda C: pigeonhole_fits(instances, tables, counts, C),
+    }
+    for name, test in tests.items():
         low = max(bounds.values())
-        if test(instance, table, counts, low):
+        if test(low):
             continue
         high = 2 * low
-        while not test(instance, table, counts, high):
+        while not test(high):
             low, high = high, 2 * high
         while high - low > 1e-6 * low:
             middle = (low + high) / 2
-            low, high = (low, middle) if test(instance, table, counts, middle) else (middle, high)
+            low, high = (low, middle) if test(middle) else (middle, high)
         bounds[name] = low
     kind = max(bounds, key=lambda name: bounds[name])
     return bounds[kind], kind

@@ -1,7 +1,9 @@
 """From placed packs to a plan: job names, slots and seconds."""
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from planner.devices import Devices, Mixture
 from planner.instance import Instance
 from planner.ours import Bound
 from planner.pack import Choice, lay_out
@@ -9,10 +11,11 @@ from planner.placed import Placed
 from planner.plan import Assign, Pack, Plan
 from planner.signature import length_bucket
 
+Names = Sequence[Iterator[str]]  # of the jobs of each class
 
-def build_packs(instance: Instance, placed: list[Placed]) -> tuple[Pack, ...]:
-    """Name the jobs of every pack and date every job."""
-    names = [iter(ids) for ids in instance.members]
+
+def build_packs(instance: Instance, placed: list[Placed], names: Names) -> list[Pack]:
+    """Name the jobs of every pack, by the next of the names, and date every job."""
     packs = []
     for item in placed:
         choice, need = item.choice, item.choice.need
@@ -31,18 +34,21 @@ def build_packs(instance: Instance, placed: list[Placed]) -> tuple[Pack, ...]:
                 step_s=choice.step_s,
                 steps=choice.steps,
                 assign=tuple(assign),
-                devices=item.devices,
+                devices=tuple(instance.first + device for device in item.devices),
                 start_s=item.start_s,
                 end_s=item.end_s,
                 setup_s=item.setup_s,
                 memory_bytes=instance.memory(choice.degree, choice.J, choice.m, choice.policy, need),
                 memory_limit_bytes=instance.limit,
+                device=instance.devices.spec.name,
             )
         )
-    lost = [name for rest in names for name in rest]
-    if lost:  # never; and never silently
-        raise AssertionError(f"the search lost jobs {lost}")
-    return tuple(packs)
+    return packs
+
+
+def job_names(instance: Instance) -> Names:
+    """Return the names of the jobs of each class."""
+    return [iter(ids) for ids in instance.members]
 
 
 def date_jobs(instance: Instance, choice: Choice, jobs: list[tuple[str, int]], start: float) -> list[Assign]:
@@ -69,8 +75,25 @@ def date_jobs(instance: Instance, choice: Choice, jobs: list[tuple[str, int]], s
     return sorted(out, key=lambda a: (a.slot, a.start_s))
 
 
-def build_plan(instance: Instance, placed: list[Placed], bound: Bound, method: str, **more: Any) -> Plan:
-    """Make the plan of placed packs."""
+def all_packs(instances: Sequence[Instance], placed: Sequence[list[Placed]]) -> tuple[Pack, ...]:
+    """Return the packs placed on the devices of each type, which are instances of the same jobs."""
+    names, packs = job_names(instances[0]), []
+    for instance, own in zip(instances, placed, strict=True):
+        packs += build_packs(instance, own, names)
+    if lost := [name for rest in names for name in rest]:  # never; and never silently
+        raise AssertionError(f"the search lost jobs {lost}")
+    return tuple(packs)
+
+
+def build_plan(
+    instances: Sequence[Instance],
+    placed: Sequence[list[Placed]],
+    devices: Devices | Mixture,
+    bound: Bound,
+    method: str,
+    **more: Any,
+) -> Plan:
+    """Make the plan of the packs placed on the devices of each type."""
     jobs = {
         job.job_id: {
             "rank": job.rank,
@@ -84,20 +107,22 @@ def build_plan(instance: Instance, placed: list[Placed], bound: Bound, method: s
             "has_dropout": job.has_dropout,
             "eval_tokens": job.eval_tokens,
         }
-        for job in instance.jobs
+        for job in instances[0].jobs
     }
-    prices = zip(bound.prices.tolist(), instance.members, strict=True) if bound.kind == "groups" else ()
+    packs = all_packs(instances, placed)
+    prices = zip(bound.prices.tolist(), instances[0].members, strict=True) if bound.kind == "groups" else ()
     return Plan(
-        makespan_s=max(item.end_s for item in placed),
+        makespan_s=max(pack.end_s for pack in packs),
         lower_bound_s=bound.seconds,
         bound=bound.kind,
-        packs=build_packs(instance, placed),
+        packs=packs,
         jobs=jobs,
-        device=instance.devices.spec.name,
-        device_count=instance.devices.count,
-        model=instance.shape.name,
-        precision=instance.precision,
+        device="+".join(part.spec.name for part in devices.parts),
+        device_count=devices.count,
+        device_types={part.spec.name: part.count for part in devices.parts},
+        model=instances[0].shape.name,
+        precision=instances[0].precision,
         method=method,
-        prices={name: price for price, names in prices for name in names},
+        prices={name: price for price, ids in prices for name in ids},
         **more,
     )

@@ -6,12 +6,13 @@ configuration LP is built as text-book constraints in cvxpy and solved at the cl
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
-from planner.check_bound import can_finish
+from planner.check_bound import Part, can_finish
 from planner.check_models import coefficients, pack_bytes, union
-from planner.devices import Devices
+from planner.devices import Devices, Mixture
 from planner.plan import Pack, Plan
 from planner.specs import JobSpec, ModelShape
 from planner.time import CostModel
@@ -23,8 +24,8 @@ def check_plan(
     plan: Plan,
     jobs: list[JobSpec],
     shape: ModelShape,
-    devices: Devices,
-    cost: CostModel,
+    devices: Devices | Mixture,
+    cost: CostModel | Mapping[str, CostModel],
     *,
     bound: bool = True,
 ) -> list[str]:
@@ -32,18 +33,24 @@ def check_plan(
 
     Checks: every job once; slots and devices never double-booked; each job fits its pack's program; step
     time, micro-steps, spans and makespan; memory against prediction and limit; with `bound`, that no plan
-    could finish 0.2 % sooner than the claimed lower bound by the argument that the plan names.
+    could finish 0.2 % sooner than the claimed lower bound by the argument that the plan names. Of a mixture,
+    `cost` holds a model for every type by its name, and each pack must be on devices of the type that it says.
     """
+    parts = [(part, cost if isinstance(cost, CostModel) else cost[part.spec.name]) for part in devices.parts]
+    on = {device: n for n, device_part in enumerate(_numbers(devices)) for device in device_part}
     whole = {job.job_id: job for job in jobs}
     by_rung = {rung: _at_rung(plan, whole, shape, rung) for rung in {pack.rung for pack in plan.packs}}
     faults = [fault for rung in by_rung for fault in _once(plan, rung, by_rung[rung])]
     faults += _devices(plan, devices) + _order(plan)
+    if any(device not in on for pack in plan.packs for device in pack.devices):
+        return faults  # which say so
     for n, pack in enumerate(plan.packs):
         spec = by_rung[pack.rung]
         here = [spec[job_id] for job_id in pack.jobs if job_id in spec]
+        part, own = parts[on[pack.devices[0]]]
         faults += [f"pack {n}: {fault}" for fault in _program(pack, here)]
-        faults += [f"pack {n}: {fault}" for fault in _times(pack, spec, shape, plan.precision, cost)]
-        faults += [f"pack {n}: {fault}" for fault in _memory(pack, here, shape, plan, devices, cost)]
+        faults += [f"pack {n}: {fault}" for fault in _times(pack, spec, shape, plan.precision, own)]
+        faults += [f"pack {n}: {fault}" for fault in _memory(pack, here, shape, plan, part, own)]
     last = max((a.end_s for pack in plan.packs for a in pack.assign), default=0.0)
     if not math.isclose(last, plan.makespan_s, rel_tol=TOLERANCE):
         faults.append(f"the last job ends at {last}, the plan says {plan.makespan_s}")
@@ -51,8 +58,14 @@ def check_plan(
     if not staged and plan.lower_bound_s > plan.makespan_s * (1 + TOLERANCE):
         faults.append(f"the lower bound {plan.lower_bound_s} is above the makespan {plan.makespan_s}")
     if bound and not faults:
-        faults += _bound(plan, jobs, shape, devices, cost)
+        faults += _bound(plan, jobs, shape, parts)
     return faults
+
+
+def _numbers(devices: Devices | Mixture) -> list[range]:
+    """Return the numbers of the devices of each type."""
+    ends = list(accumulate(part.count for part in devices.parts))
+    return [range(end - part.count, end) for end, part in zip(ends, devices.parts, strict=True)]
 
 
 def _at_rung(
@@ -105,8 +118,9 @@ def _overlap(spans: list[tuple[float, float]]) -> bool:
     return any(b[0] < a[1] - TOLERANCE * max(1.0, a[1]) for a, b in pairwise(spans))
 
 
-def _devices(plan: Plan, devices: Devices) -> list[str]:
+def _devices(plan: Plan, devices: Devices | Mixture) -> list[str]:
     faults = []
+    numbers = _numbers(devices)
     for device in range(devices.count):
         if _overlap([(pack.start_s, pack.end_s) for pack in plan.packs if device in pack.devices]):
             faults.append(f"device {device} runs two packs at one time")
@@ -117,9 +131,15 @@ def _devices(plan: Plan, devices: Devices) -> list[str]:
             faults.append(f"pack {n} starts before its devices are free")
         if len(set(pack.devices)) != pack.degree or not set(pack.devices) <= set(range(devices.count)):
             faults.append(f"pack {n} of degree {pack.degree} is on devices {pack.devices}")
-        node = devices.spec.node_size
-        if len({device // node for device in pack.devices}) > 1:
-            faults.append(f"pack {n} straddles hosts of {node} devices")
+        for part, own in zip(devices.parts, numbers, strict=True):
+            inside = [device - own.start for device in pack.devices if device in own]
+            if 0 < len(inside) < len(pack.devices):
+                faults.append(f"pack {n} is on devices of more types than {part.spec.name}")
+            if inside and pack.device != part.spec.name:
+                faults.append(f"pack {n} says {pack.device}, its devices are {part.spec.name}")
+            node = part.spec.node_size
+            if len({device // node for device in inside}) > 1:
+                faults.append(f"pack {n} straddles hosts of {node} devices")
         for slot in range(len(pack.slots)):
             if _overlap([(a.start_s, a.end_s) for a in pack.assign if a.slot == slot]):
                 faults.append(f"pack {n} slot {slot} holds two jobs at one time")
@@ -209,10 +229,8 @@ def _memory(
     return faults
 
 
-def _bound(
-    plan: Plan, jobs: list[JobSpec], shape: ModelShape, devices: Devices, cost: CostModel
-) -> list[str]:
+def _bound(plan: Plan, jobs: list[JobSpec], shape: ModelShape, parts: list[Part]) -> list[str]:
     sooner = plan.lower_bound_s * (1 - 2e-3)
-    if can_finish(plan, jobs, shape, devices, cost, sooner):
+    if can_finish(plan, jobs, shape, parts, sooner):
         return [f"the bound {plan.lower_bound_s} ({plan.bound}) does not hold: {sooner} is not ruled out"]
     return []

@@ -8,7 +8,7 @@ group can earn its share of them.
 
 import math
 from itertools import accumulate, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,18 +35,28 @@ class _Mode(NamedTuple):
 
 
 Ways = list[tuple[_Mode, Way]]
+Part = tuple[Devices, CostModel]  # the devices of one type
 CELLS = 5_000  # of the time within which a group earns prices
 
 
-def can_finish(
-    plan: Plan, jobs: list[JobSpec], shape: ModelShape, devices: Devices, cost: CostModel, C: float
-) -> bool:
+class _Side(NamedTuple):
+    """Hold what one device type may do: its modes, the ways of every kind of job, its devices and their seconds."""
+
+    cost: CostModel
+    modes: list[_Mode]
+    ways: list[Ways]
+    G: int
+    seconds: float
+    whole: dict[int, float]  # those of the whole groups of each degree and more
+
+
+def can_finish(plan: Plan, jobs: list[JobSpec], shape: ModelShape, parts: list[Part], C: float) -> bool:
     """Say whether none of the arguments rules out that all jobs finish within C seconds.
 
     Where devices are busy, none has more than C less the time until the first is free.
     """
-    free = sorted((C - s for s in plan.busy_until or [0.0] * devices.count), reverse=True)
-    C = free[0]
+    until = list(plan.busy_until) or [0.0] * sum(devices.count for devices, _ in parts)
+    left = C - min(until)
     kinds: dict[tuple, list[JobSpec]] = {}
     for job in jobs:
         kinds.setdefault(
@@ -62,24 +72,32 @@ def can_finish(
             [],
         ).append(job)
     groups = list(kinds.values())
-    found = _modes([group[0] for group in groups], plan.precision, shape, devices, cost)
-    modes = list(dict.fromkeys(found))  # policies that cost the same are one mode
-    ways = [
-        [(mode, way) for mode in modes if (way := _way(group[0], mode, cost, shape, plan, C))]
-        for group in groups
-    ]
-    if any(not options for options in ways):
+    sides, first = [], 0
+    for devices, cost in parts:
+        free = sorted((C - s for s in until[first : first + devices.count]), reverse=True)
+        first += devices.count
+        found = _modes([group[0] for group in groups], plan.precision, shape, devices, cost)
+        modes = list(dict.fromkeys(found))  # policies that cost the same are one mode
+        ways = [
+            [(mode, way) for mode in modes if (way := _way(group[0], mode, cost, shape, plan, left))]
+            for group in groups
+        ]
+        if not modes:  # no job fits there
+            continue
+        smallest = min(mode.degree for mode in modes)
+        G = devices.count // smallest * smallest
+        load = min(mode.setup for mode in modes) - cost.compile_s
+        seconds = sum(max(0.0, own - load) for own in free[:G])
+        busy = any(until[first - devices.count : first])
+        whole = {d: G // d * d * (left - load) for d in devices.degrees if not busy and d <= G}
+        sides.append(_Side(cost, modes, ways, G, seconds, whole))
+    if not all(any(side.ways[k] for side in sides) for k in range(len(groups))):
         return False  # some job alone is too long
-    smallest = min(mode.degree for mode in modes)
-    G = devices.count // smallest * smallest
-    if not _counts_fit(groups, ways, modes, G, C):
+    if not _counts_fit(groups, sides, left):
         return False
-    if plan.prices and not _share_is_earned(plan, groups, ways, modes, cost, G, C):
+    if plan.prices and not _share_is_earned(plan, groups, sides[0], left):
         return False
-    load = min(mode.setup for mode in modes) - cost.compile_s
-    seconds = sum(max(0.0, own - load) for own in free[:G])
-    whole = {d: G // d * d * (C - load) for d in devices.degrees if not plan.busy_until and d <= G}
-    return _machine_time(groups, ways, cost, C, whole) <= seconds * (1 + 1e-7)
+    return _machine_time(groups, sides, left) <= 1 + 1e-7
 
 
 def _bucket(rank: int) -> int:
@@ -184,62 +202,60 @@ def _way(job: JobSpec, mode: _Mode, cost: CostModel, shape: ModelShape, plan: Pl
     return (steps, most, scoring) if most >= 1 else None
 
 
-def _counts_fit(groups: list[list[JobSpec]], ways: list[Ways], modes: list[_Mode], G: int, C: float) -> bool:
+def _counts_fit(groups: list[list[JobSpec]], sides: list[_Side], C: float) -> bool:
     """Say whether groups of devices can hold the heaviest h jobs for every h, whole jobs only."""
-    degrees = sorted({mode.degree for mode in modes})
-    least: dict[int, list[float]] = {d: [] for d in degrees}
-    for options in ways:
-        for d in degrees:
-            times = [
-                steps * (mode.t0 / most + mode.slot_s) + scoring
-                for mode, (steps, most, scoring) in options
-                if mode.degree == d
-            ]
-            least[d].append(min(times, default=math.inf))
-    order = sorted(range(len(groups)), key=lambda k: -min(d * least[d][k] for d in degrees))
+    least: list[dict[int, list[float]]] = []  # of each side, by degree: seconds of a job of each kind
+    for side in sides:
+        least.append({d: [] for d in sorted({mode.degree for mode in side.modes})})
+        for options in side.ways:
+            for d, own in least[-1].items():
+                times = [
+                    steps * (mode.t0 / most + mode.slot_s) + scoring
+                    for mode, (steps, most, scoring) in options
+                    if mode.degree == d
+                ]
+                own.append(min(times, default=math.inf))
+    weights = [min(d * own[k] for one in least for d, own in one.items()) for k in range(len(groups))]
+    order = sorted(range(len(groups)), key=lambda k: -weights[k])
     for h in range(1, len(order) + 1):
         heavy = order[:h]
-        holds = [0] * (G + 1)
-        for g in range(1, G + 1):
-            holds[g] = holds[g - 1]
-            for d in degrees:
-                lightest = min(least[d][k] for k in heavy)
-                setup = min(mode.setup for mode in modes if mode.degree == d)
-                if d <= g and lightest < math.inf and setup < C:
-                    holds[g] = max(holds[g], holds[g - d] + math.floor((C - setup) / lightest + 1e-9))
-        if sum(len(groups[k]) for k in heavy) > holds[G]:
+        most_jobs = 0
+        for side, one in zip(sides, least, strict=True):
+            holds = [0] * (side.G + 1)
+            for g in range(1, side.G + 1):
+                holds[g] = holds[g - 1]
+                for d, own in one.items():
+                    lightest = min(own[k] for k in heavy)
+                    setup = min(mode.setup for mode in side.modes if mode.degree == d)
+                    if d <= g and lightest < math.inf and setup < C:
+                        holds[g] = max(holds[g], holds[g - d] + math.floor((C - setup) / lightest + 1e-9))
+            most_jobs += holds[side.G]
+        if sum(len(groups[k]) for k in heavy) > most_jobs:
             return False
     return True
 
 
-def _share_is_earned(
-    plan: Plan,
-    groups: list[list[JobSpec]],
-    ways: list[Ways],
-    modes: list[_Mode],
-    cost: CostModel,
-    G: int,
-    C: float,
-) -> bool:
+def _share_is_earned(plan: Plan, groups: list[list[JobSpec]], side: _Side, C: float) -> bool:
     """Say whether a group of any degree can earn, within C, its share of the prices of all jobs.
 
     If none can, not all jobs are done: the groups' earnings would be below the sum of all prices.
     """
     prices = [plan.prices[group[0].job_id] for group in groups]
-    share = sum(price * len(group) for price, group in zip(prices, groups, strict=True)) / G
-    for d in sorted({mode.degree for mode in modes}):
+    share = sum(price * len(group) for price, group in zip(prices, groups, strict=True)) / side.G
+    for d in sorted({mode.degree for mode in side.modes}):
         goal = d * share * (1 - 1e-9)
         own = [  # policies that cost the same are one mode
-            list({mode: way for mode, way in options if mode.degree == d}.items()) for options in ways
+            list({mode: way for mode, way in options if mode.degree == d}.items()) for options in side.ways
         ]
         scored = [
             min((way[2] for _, way in options), default=math.inf) / price
             for options, price in zip(own, prices, strict=True)
             if price > 0
         ]
-        load = min(mode.setup for mode in modes if mode.degree == d) - cost.compile_s
+        compile_s = side.cost.compile_s
+        load = min(mode.setup for mode in side.modes if mode.degree == d) - compile_s
         room = C - load - goal * min(scored)
-        if room > 0 and _most_earned(groups, own, prices, cost.compile_s, room) >= goal:
+        if room > 0 and _most_earned(groups, own, prices, compile_s, room) >= goal:
             return True
     return False
 
@@ -295,44 +311,47 @@ def _lengths(steps: set[int], longest: float) -> list[int]:
     return sorted(sums)
 
 
-def _machine_time(
-    groups: list[list[JobSpec]], ways: list[Ways], cost: CostModel, C: float, whole: dict[int, float]
-) -> float:
-    """Return the least device-seconds of programs that run every job within C, by a linear program; `whole` limits
-    those on groups of each degree and more.
+def _machine_time(groups: list[list[JobSpec]], sides: list[_Side], C: float) -> float:
+    """Return the least share u of the devices' time that programs need to run every job within C, the same for every
+    device type, by a linear program; ∞ where they cannot.
     """
     import cvxpy as cp
     from scipy.sparse import csr_matrix
 
-    modes = sorted({mode for options in ways for mode, _ in options})
-    at = {mode: i for i, mode in enumerate(modes)}
-    pairs = [(k, at[mode], way) for k, options in enumerate(ways) for mode, way in options]
-    of_class, of_mode = [k for k, _, _ in pairs], [i for _, i, _ in pairs]
-    programs, steps = cp.Variable(len(modes), nonneg=True), cp.Variable(len(modes), nonneg=True)
-    jobs = cp.Variable(len(pairs), nonneg=True)
+    u = cp.Variable()
+    covered: Any = 0
+    rules: list[Any] = []
+    for side in sides:
+        modes = sorted({mode for options in side.ways for mode, _ in options})
+        at = {mode: i for i, mode in enumerate(modes)}
+        pairs = [(k, at[mode], way) for k, options in enumerate(side.ways) for mode, way in options]
+        if not pairs:
+            continue
+        of_class, of_mode = [k for k, _, _ in pairs], [i for _, i, _ in pairs]
+        programs, steps = cp.Variable(len(modes), nonneg=True), cp.Variable(len(modes), nonneg=True)
+        jobs = cp.Variable(len(pairs), nonneg=True)
 
-    def sums(values: list[float], rows: list[int], n: int) -> csr_matrix:
-        return csr_matrix((values, (rows, range(len(pairs)))), shape=(n, len(pairs)))
+        def sums(values: list[float], rows: list[int], n: int) -> csr_matrix:
+            return csr_matrix((values, (rows, range(len(values)))), shape=(n, len(values)))
 
-    work = sums([way[0] * modes[i].slot_s + way[2] for _, i, way in pairs], of_mode, len(modes))
-    share = sums([way[0] / way[1] for _, _, way in pairs], of_mode, len(modes))
-    cover = sums([1.0] * len(pairs), of_class, len(groups))
-    mine = csr_matrix((np.ones(len(pairs)), (range(len(pairs)), of_mode)), shape=(len(pairs), len(modes)))
-    n = np.array([len(groups[k]) for k in of_class], dtype=float)
-    own_steps = np.array([way[0] for _, _, way in pairs], dtype=float)
-    degree = np.array([mode.degree for mode in modes], dtype=float)
-    busy = cp.multiply(np.array([mode.t0 for mode in modes]), steps) + work @ jobs
-    seconds = cost.compile_s * programs + busy
-    problem = cp.Problem(
-        cp.Minimize(degree @ seconds),
-        [
-            cover @ jobs == np.array([float(len(group)) for group in groups]),
+        work = sums([way[0] * modes[i].slot_s + way[2] for _, i, way in pairs], of_mode, len(modes))
+        share = sums([way[0] / way[1] for _, _, way in pairs], of_mode, len(modes))
+        cover = sums([1.0] * len(pairs), of_class, len(groups))
+        mine = csr_matrix((np.ones(len(pairs)), (range(len(pairs)), of_mode)), shape=(len(pairs), len(modes)))
+        n = np.array([len(groups[k]) for k in of_class], dtype=float)
+        own_steps = np.array([way[0] for _, _, way in pairs], dtype=float)
+        degree = np.array([mode.degree for mode in modes], dtype=float)
+        busy = cp.multiply(np.array([mode.t0 for mode in modes]), steps) + work @ jobs
+        covered, seconds = covered + cover @ jobs, side.cost.compile_s * programs + busy
+        rules += [
+            degree @ seconds <= u * side.seconds,
+            *((degree * (degree >= d)) @ seconds <= u * most for d, most in side.whole.items()),
             busy <= cp.multiply(np.array([C - mode.setup for mode in modes]), programs),
             share @ jobs <= steps,
             cp.multiply(own_steps / n, jobs) <= mine @ steps,
             cp.multiply(1 / n, jobs) <= mine @ programs,
-            *((degree * (degree >= d)) @ seconds <= most for d, most in whole.items()),
-        ],
-    )
+        ]
+    everyone = np.array([float(len(group)) for group in groups])
+    problem = cp.Problem(cp.Minimize(u), [covered == everyone, *rules])
     problem.solve(solver=cp.HIGHS, log_to_console=False)
     return float(problem.value) if problem.value is not None else math.inf

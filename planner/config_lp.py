@@ -20,14 +20,18 @@ The duals of the first rows are the jobs' values, which other searches go by; th
 group costs.
 """
 
-from itertools import product
-from typing import NamedTuple
+from collections.abc import Sequence
+from itertools import count, product
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from planner.bound import LEAST
 from planner.instance import Instance, Need
 from planner.signature import divisors
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
 
 PRECISE = 5e-4  # relative width at which the search for the bound stops
 SLACK = 1e-6  # the solver's tolerance, taken off the bound
@@ -117,6 +121,56 @@ def _least_optimizer(instance: Instance, members: list[int]) -> str:
     return "sgd" if any(instance.classes[k].optimizer == "sgd" for k in members) else "adamw"
 
 
+class Rows(NamedTuple):
+    """Hold the LP at some C over x = (z, X, y): upper · x ≤ 0, cover · x = n, and the machine time machine · x."""
+
+    upper: "csr_matrix"
+    cover: "csr_matrix"
+    machine: np.ndarray
+    degree: np.ndarray  # of the groups that x is about
+    pairs: np.ndarray  # indices into the types' pairs; their jobs are the last of x
+
+
+def rows_at(instance: Instance, types: Types, C: float) -> Rows:
+    """Write the LP down at C."""
+    from scipy.sparse import coo_matrix, vstack
+
+    counts = np.array([n for _, n in instance.counts], dtype=float)
+    slot_time = types.steps * types.slot_s[types.t]
+    room = C - types.setup[types.t] - types.scoring
+    slot_s = np.maximum(types.slot_s[types.t], LEAST)
+    most = np.floor((room / types.steps - types.t0[types.t]) / slot_s * (1 + 1e-9))
+    most = np.minimum(most, types.limit[types.t])
+    kept = np.flatnonzero(most >= 1)
+    k, t = types.k[kept], types.t[kept]
+    used = np.unique(t)
+    where = np.full(len(types.t0), -1)
+    where[used] = np.arange(len(used))
+    t = where[t]
+    T, P = len(used), len(kept)
+    degree, t0, setup = types.degree[used], types.t0[used], types.setup[used]
+    steps, work = types.steps[kept], slot_time[kept] + types.scoring[kept]
+    z, X, pair = np.arange(T), T + np.arange(T), np.arange(P)
+    y = 2 * T + pair
+    ones = np.ones(P)
+
+    def block(rows: int, *parts: tuple) -> coo_matrix:
+        r, c, v = (np.concatenate(column) for column in zip(*parts, strict=True))
+        return coo_matrix((v, (r, c)), shape=(rows, 2 * T + P))
+
+    upper = vstack(
+        [
+            block(T, (z, X, t0), (z, z, setup - C), (t, y, work)),
+            block(T, (z, X, -np.ones(T)), (t, y, steps / most[kept])),
+            block(P, (pair, y, steps / counts[k]), (pair, T + t, -ones)),
+            block(P, (pair, y, 1 / counts[k]), (pair, t, -ones)),
+        ]
+    ).tocsr()
+    cover = block(len(counts), (k, y, ones)).tocsr()
+    machine = np.concatenate([degree * instance.cost.compile_s, degree * t0, degree[t] * work])
+    return Rows(upper, cover, machine, np.concatenate([degree, degree, degree[t]]), kept)
+
+
 class Answer(NamedTuple):
     """Hold the least machine time in seconds × devices (∞: none), jobs per pair, the value of a job per class, and
     what a second of a group of each degree costs in seconds × devices.
@@ -132,56 +186,36 @@ class Answer(NamedTuple):
 def solve(instance: Instance, types: Types, C: float) -> Answer:
     """Solve the LP at C."""
     from scipy.optimize import linprog
-    from scipy.sparse import coo_matrix, vstack
+    from scipy.sparse import coo_matrix, hstack, vstack
 
+    rows, parts = rows_at(instance, types, C), _parts(instance)
     counts = np.array([n for _, n in instance.counts], dtype=float)
-    slot_time = types.steps * types.slot_s[types.t]
-    room = C - types.setup[types.t] - types.scoring
-    slot_s = np.maximum(types.slot_s[types.t], LEAST)
-    most = np.floor((room / types.steps - types.t0[types.t]) / slot_s * (1 + 1e-9))
-    most = np.minimum(most, types.limit[types.t])
-    kept = np.flatnonzero(most >= 1)
-    k, t = types.k[kept], types.t[kept]
-    if len(np.unique(k)) < len(counts):
-        return Answer(np.inf, kept, np.zeros(0), np.zeros(0), {})
-    used = np.unique(t)
-    where = np.full(len(types.t0), -1)
-    where[used] = np.arange(len(used))
-    t = where[t]
-    T, P = len(used), len(kept)
-    degree, t0, setup = types.degree[used], types.t0[used], types.setup[used]
-    steps, work = types.steps[kept], slot_time[kept] + types.scoring[kept]
-    z, X, pair = np.arange(T), T + np.arange(T), np.arange(P)
-    y = 2 * T + pair
-    ones = np.ones(P)
-
-    def block(rows: int, *parts: tuple) -> coo_matrix:
-        r, c, v = (np.concatenate(column) for column in zip(*parts, strict=True))
-        return coo_matrix((v, (r, c)), shape=(rows, 2 * T + P + 1))
-
+    if len(np.unique(types.k[rows.pairs])) < len(counts):
+        return Answer(np.inf, rows.pairs, np.zeros(0), np.zeros(0), {})
     # the last column: what the largest part is above all machine time
-    machine = np.concatenate([degree * instance.cost.compile_s, degree * t0, degree[t] * work, [0.0]])
-    of = np.concatenate([degree, degree, degree[t], [0.0]])
-    excess, parts = np.append(np.zeros(2 * T + P), 1.0), _parts(instance)
+    machine, of = np.append(rows.machine, 0.0), np.append(rows.degree, 0.0)
+    excess = np.append(np.zeros(len(rows.machine)), 1.0)
     upper = vstack(
         [
-            block(T, (z, X, t0), (z, z, setup - C), (t, y, work)),
-            block(T, (z, X, -np.ones(T)), (t, y, steps / most[kept])),
-            block(P, (pair, y, steps / counts[k]), (pair, T + t, -ones)),
-            block(P, (pair, y, 1 / counts[k]), (pair, t, -ones)),
+            hstack([rows.upper, coo_matrix((rows.upper.shape[0], 1))]),
             *(coo_matrix(machine * (times * (of >= D) - 1) - excess) for D, times in parts),
         ]
     ).tocsr()
-    cover = block(len(counts), (k, y, ones)).tocsr()
     found = linprog(
-        machine + excess, A_ub=upper, b_ub=np.zeros(upper.shape[0]), A_eq=cover, b_eq=counts, method="highs"
+        machine + excess,
+        A_ub=upper,
+        b_ub=np.zeros(upper.shape[0]),
+        A_eq=hstack([rows.cover, coo_matrix((len(counts), 1))]).tocsr(),
+        b_eq=counts,
+        method="highs",
     )
     if found.x is None:
-        return Answer(np.inf, kept, np.zeros(0), np.zeros(0), {})
+        return Answer(np.inf, rows.pairs, np.zeros(0), np.zeros(0), {})
     duals = -found.ineqlin.marginals[len(found.ineqlin.marginals) - len(parts) :]
     shares = [(D, dual * times) for (D, times), dual in zip(parts, duals, strict=True)]
     rents = {d: d * (1 - sum(duals) + sum(share for D, share in shares if d >= D)) for d in instance.degrees}
-    return Answer(found.fun, kept, found.x[2 * T : -1], found.eqlin.marginals, rents)
+    jobs = found.x[len(found.x) - 1 - len(rows.pairs) : -1]
+    return Answer(found.fun, rows.pairs, jobs, found.eqlin.marginals, rents)
 
 
 def _parts(instance: Instance) -> list[tuple[int, float]]:
@@ -212,4 +246,104 @@ def lp_bound(instance: Instance, types: Types, low: float) -> float:
         middle = (low + high) / 2
         need = needed(middle)
         low, high = (middle, min(high, need)) if need > middle else (max(low, need), middle)
+    return low * (1 - SLACK)
+
+
+class Shares(NamedTuple):
+    """Hold the least time in which devices of several types do all jobs together (∞: none), the jobs [type, class] that
+    each type does, and what a job of a class is worth to groups of each degree, a type, in machine seconds.
+    """
+
+    seconds: float
+    jobs: np.ndarray
+    worth: list[dict[int, np.ndarray]]
+
+
+def share(
+    instances: Sequence[Instance],
+    types: Sequence[Types],
+    C: float,
+    low: float,
+    slower: Sequence[float] | None = None,
+) -> Shares:
+    """Solve the joint LP of devices of several types, each an instance with all the jobs, at C.
+
+    The rows of every type stand side by side, a job is covered by all types together, and each type's machine time,
+    and G / G_D times that of its groups of D devices or more, is at most that of its devices, R_τ(C'); C' ≥ `low` is
+    the least. R_τ is convex, so its chord from `low` to C is above it: what a possible C needs is a lower bound, as
+    with one type, where the chord is G · (C' − load) itself. `slower` divides each type's machine time, for splits that
+    allow for what the LP does not know.
+    """
+    from scipy.optimize import linprog
+    from scipy.sparse import block_diag, coo_matrix, hstack, vstack
+
+    rows = [rows_at(instance, own, C) for instance, own in zip(instances, types, strict=True)]
+    counts = np.array([n for _, n in instances[0].counts], dtype=float)
+    jobs = np.zeros((len(instances), len(counts)))
+    served = [own.k[one.pairs] for own, one in zip(types, rows, strict=True)]
+    if len(np.unique(np.concatenate(served))) < len(counts):
+        return Shares(np.inf, jobs, [])
+    ends = np.cumsum([len(one.machine) for one in rows])
+    limits, rooms = [], []
+    parts = [[(1, 1.0), *_parts(instance)] for instance in instances]
+    for n, (instance, one, end) in enumerate(zip(instances, rows, ends, strict=True)):
+        load = min(instance.load_seconds(d) for d in instance.degrees)
+        there = instance.machine_seconds(C, load)
+        slope = (there - instance.machine_seconds(low, load)) / (C - low) if low < C else instance.usable
+        rate = slower[n] if slower is not None else 1.0
+        for D, times in parts[n]:
+            limit = np.zeros(ends[-1] + 1)
+            limit[end - len(one.machine) : end] = times * one.machine * (one.degree >= D)
+            limit[-1] = -slope / rate
+            limits.append(limit)
+            rooms.append((there - slope * C) / rate)
+    upper = block_diag([one.upper for one in rows])
+    upper = hstack([upper, coo_matrix((upper.shape[0], 1))])
+    found = linprog(
+        np.append(np.zeros(ends[-1]), 1.0),
+        A_ub=vstack([upper, coo_matrix(np.array(limits))]).tocsr(),
+        b_ub=np.concatenate([np.zeros(upper.shape[0]), rooms]),
+        A_eq=hstack([*(one.cover for one in rows), coo_matrix((len(counts), 1))]).tocsr(),
+        b_eq=counts,
+        bounds=[(0, None)] * int(ends[-1]) + [(low, None)],
+        method="highs",
+    )
+    if found.x is None:
+        return Shares(np.inf, jobs, [])
+    for own, one, k, end in zip(jobs, rows, served, ends, strict=True):
+        np.add.at(own, k, found.x[end - len(one.pairs) : end])
+    duals = iter(-found.ineqlin.marginals[-len(limits) :])
+    worth = []
+    for instance, of in zip(instances, parts, strict=True):
+        rents = [(D, times * next(duals)) for D, times in of]
+        cost = {d: max(sum(rent for D, rent in rents if d >= D), 1e-9) for d in instance.degrees}
+        worth.append({d: found.eqlin.marginals / seconds for d, seconds in cost.items()})
+    return Shares(float(found.x[-1]), jobs, worth)
+
+
+def shared_bound(instances: Sequence[Instance], types: Sequence[Types], low: float) -> float:
+    """Return the least C at which the joint LP is feasible, from below; `low` is a bound already known.
+
+    What a possible C needs is a bound, and mostly near; so is what a C that is nearly possible needs a possible one. C
+    just above the one, just below the other, and in the middle are tried in turn.
+    """
+    floor = low
+
+    def needed(C: float) -> float:
+        return share(instances, types, C, floor).seconds
+
+    need = needed(low)
+    if need <= low:
+        return low
+    high = low
+    while need > high:
+        low, high = high, need if np.isfinite(need) else 1.05 * high
+        need = needed(high)
+    low = max(low, need)
+    for turn in count():
+        if high - low <= PRECISE * low:
+            break
+        C = (low * (1 + PRECISE), high * (1 - PRECISE), (low + high) / 2)[turn % 3]
+        need = needed(C)
+        low, high = (C, min(high, need)) if need > C else (max(low, need), C)
     return low * (1 - SLACK)

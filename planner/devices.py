@@ -1,7 +1,10 @@
 """Device types and counts: what `--devices 8xA100-40GB` means."""
 
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 from planner.errors import PlanError
 
@@ -47,6 +50,57 @@ class Devices:
         top = min(self.count, self.spec.max_degree, self.spec.node_size)
         return tuple(2**i for i in range(top.bit_length()) if 2**i <= top)
 
+    @property
+    def parts(self) -> "tuple[Devices, ...]":
+        """Return the devices type by type: themselves."""
+        return (self,)
+
+    def type_of(self, device: int) -> DeviceSpec:
+        """Return the type of a device by its number."""
+        return self.spec
+
+    def __str__(self) -> str:
+        """Write what there is: 8 × A100-40GB."""
+        return f"{self.count} × {self.spec.name}"
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Hold devices of several types, numbered one type after another; no device group spans two types."""
+
+    parts: tuple[Devices, ...]
+
+    def __post_init__(self) -> None:
+        names = [part.spec.name for part in self.parts]
+        if len(set(names)) < len(names) or len(names) < 2:
+            raise PlanError(
+                f"a mixture of {', '.join(names) or 'nothing'}: two or more different types are needed"
+            )
+        if "cpu" in names:
+            raise PlanError(f"devices {self}: a CPU cannot be mixed with other devices")
+
+    @property
+    def count(self) -> int:
+        """Count the devices of all types."""
+        return sum(part.count for part in self.parts)
+
+    @property
+    def firsts(self) -> tuple[int, ...]:
+        """Return the number of each type's first device."""
+        return tuple(accumulate((part.count for part in self.parts[:-1]), initial=0))
+
+    def type_of(self, device: int) -> DeviceSpec:
+        """Return the type of a device by its number."""
+        return next(
+            part.spec
+            for part, first in zip(self.parts, self.firsts, strict=True)
+            if first <= device < first + part.count
+        )
+
+    def __str__(self) -> str:
+        """Write what there is: 4 × A100-40GB + 4 × H200."""
+        return " + ".join(map(str, self.parts))
+
 
 # Memory as nvidia-smi reports it (MiB · 2^20), rounded down.
 DEVICES = {
@@ -64,7 +118,8 @@ DEVICES = {
     )
 }
 ALIASES = {
-    "A100": "A100-40GB", "A100-40": "A100-40GB", "A100-80": "A100-80GB", "H100-80GB": "H100",
+    "A100": "A100-40GB", "A100-40": "A100-40GB", "A100-80": "A100-80GB", "A100-40G": "A100-40GB",
+    "A100-80G": "A100-80GB", "H100-80GB": "H100",
     "H200-141GB": "H200", "A10-24GB": "A10", "A10G": "A10", "RTX-4090": "RTX4090", "4090": "RTX4090",
     "RTX-5090": "RTX5090", "5090": "RTX5090",
 }  # fmt: skip
@@ -87,16 +142,38 @@ def device_spec(name: str) -> DeviceSpec:
     return DEVICES[key]
 
 
-def devices(text: str) -> Devices:
-    """Parse `8xA100-40GB`, `H200` or `cpu-16GB` into devices.
+def devices(text: str) -> Devices | Mixture:
+    """Parse `8xA100-40GB`, `H200` or `cpu-16GB` into devices, and `4xA100-40GB+4xH200` into a mixture.
 
     Raises:
         PlanError: the text has another form, or names an unknown device.
     """
-    match = re.fullmatch(r"\s*(?:(\d+)\s*[xX×*]\s*)?([A-Za-z0-9][\w .-]*?)\s*", text)
-    if not match:
-        raise PlanError(f"devices {text!r}: write COUNTxTYPE, for example 8xA100-40GB, or cpu-16GB")
-    return Devices(device_spec(match.group(2)), int(match.group(1) or 1))
+    found = []
+    for part in text.split("+"):
+        match = re.fullmatch(r"\s*(?:(\d+)\s*[xX×*]\s*)?([A-Za-z0-9][\w .-]*?)\s*", part)
+        if not match:
+            raise PlanError(
+                f"devices {text!r}: write COUNTxTYPE, for example 8xA100-40GB, 4xA100-40GB+4xH200 or cpu-16GB"
+            )
+        found.append(Devices(device_spec(match.group(2)), int(match.group(1) or 1)))
+    return mix(found)
+
+
+def mix(parts: Iterable[Devices]) -> Devices | Mixture:
+    """Put devices together, those of one type under the least memory that any of them has."""
+    found: dict[str, Devices] = {}
+    for part in parts:
+        same = found.get(part.spec.name)
+        spec = min((same or part).spec, part.spec, key=lambda spec: spec.limit_bytes)
+        found[spec.name] = Devices(spec, part.count + (same.count if same else 0))
+    return next(iter(found.values())) if len(found) == 1 else Mixture(tuple(found.values()))
+
+
+def devices_from(raw: Mapping[str, Any]) -> Devices | Mixture:
+    """Read devices, or a mixture, from what `dataclasses.asdict` made of them."""
+    if "parts" in raw:
+        return Mixture(tuple(Devices(DeviceSpec(**part["spec"]), part["count"]) for part in raw["parts"]))
+    return Devices(DeviceSpec(**raw["spec"]), raw["count"])
 
 
 def cpu_device(memory_bytes: int, cores: int = 1) -> Devices:

@@ -1,16 +1,15 @@
 """Why a plan looks as it does: for each pack what limits J and m, and what would shorten the sweep."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from planner.devices import Devices
+from planner.devices import Devices, Mixture
 from planner.instance import Instance
 from planner.plan import Pack, Plan
 from planner.render import device_range, duration
 from planner.signature import batch_divisor, divisors
 from planner.simulate import Ladder, stretch
 from planner.specs import JobSpec, ModelShape, check_jobs
-from planner.time import CostModel
-from planner.time import cost_model as shipped_cost_model
+from planner.time import CostModel, cost_models
 
 SATURATED = 0.03  # J is called saturating when one slot more saves less of a row's time than this
 
@@ -19,16 +18,23 @@ def explain_plan(
     plan: Plan,
     jobs: Sequence[JobSpec],
     shape: ModelShape,
-    devices: Devices,
+    devices: Devices | Mixture,
     *,
-    cost_model: CostModel | None = None,
+    cost_model: CostModel | Mapping[str, CostModel] | None = None,
 ) -> str:
     """Return sentences on every pack of a plan: why this J and this m, and what limits them (`--explain`)."""
     kept, _ = check_jobs(list(jobs), shape)
-    cost = cost_model or shipped_cost_model(devices.spec)
-    lines, rung, done = [_bound(plan), *_rungs(plan)], None, dict.fromkeys(plan.jobs, 0.0)
-    instance = Instance(kept, shape, devices, plan.precision, cost)
-    spec = {job.job_id: job for job in instance.jobs}
+    costs = cost_models(devices, cost_model)
+
+    def instances_of(some: Sequence[JobSpec]) -> dict[str, Instance]:
+        return {
+            part.spec.name: Instance(list(some), shape, part, plan.precision, costs[part.spec.name])
+            for part in devices.parts
+        }
+
+    lines, rung, done = [_bound(plan), *_types(plan), *_rungs(plan)], None, dict.fromkeys(plan.jobs, 0.0)
+    instances = instances_of(kept)
+    spec = {job.job_id: job for job in kept}
     for n, pack in enumerate(plan.packs):
         if pack.rung != rung:
             rung = pack.rung
@@ -39,14 +45,26 @@ def explain_plan(
             }
             spec = {name: part for name, (part, _) in parts.items()}
             done |= {name: end for name, (_, end) in parts.items()}
-            instance = Instance(list(spec.values()), shape, devices, plan.precision, cost)
+            instances = instances_of(list(spec.values()))
         here = [spec[job_id] for job_id in pack.jobs]
-        where = f"pack {n} (devices {device_range(pack.devices)}, {len(here)} jobs)"
+        instance, kind = instances[pack.device], f" of {pack.device}" if plan.is_mixed else ""
+        where = f"pack {n} (devices {device_range(pack.devices)}{kind}, {len(here)} jobs)"
         lines.append(f"{where}: J = {pack.J}: {why_slots(instance, pack, here)}.")
         lines.append(f"{where}: m = {pack.m}: {why_rows(instance, pack, here)}.")
         if pack.policy != "none":
             lines.append(f"{where}: {_why_policy(instance, pack, here)}.")
     return "\n".join(lines)
+
+
+def _types(plan: Plan) -> list[str]:
+    """Say what each device type does, and when it ends."""
+    out = []
+    for name, count in plan.device_types.items() if plan.is_mixed else ():
+        packs = [pack for pack in plan.packs if pack.device == name]
+        jobs = sum(len(pack.jobs) for pack in packs)
+        end = f"ends after {duration(max(pack.end_s for pack in packs))}" if packs else "stays idle"
+        out.append(f"{count} × {name}: {jobs} of {len(plan.jobs)} jobs, {end}.")
+    return out
 
 
 def _rungs(plan: Plan) -> list[str]:

@@ -43,6 +43,8 @@ class Instance:
     max_slots: int = 256
     policies: tuple[str, ...] = POLICIES
     busy: tuple[float, ...] = ()  # seconds until each device is free; (): all are
+    shared: bool = False  # devices of another type take the jobs that fit none of these
+    first: int = 0  # number of the first device, where there are several types
     classes: list[JobSpec] = field(default_factory=list)
     members: list[list[str]] = field(default_factory=list)
     cache: dict = field(default_factory=dict)  # coefficients
@@ -67,6 +69,19 @@ class Instance:
         self.classes = [groups[key][0] for key in order]
         self.members = [sorted(job.job_id for job in groups[key]) for key in order]
 
+    def of(self, jobs: list[JobSpec]) -> "Instance":
+        """Return the problem of these devices with other jobs."""
+        return Instance(
+            jobs,
+            self.shape,
+            self.devices,
+            self.precision,
+            self.cost,
+            self.max_slots,
+            self.policies,
+            self.busy,
+        )
+
     @property
     def n_jobs(self) -> int:
         """Count the jobs."""
@@ -87,11 +102,11 @@ class Instance:
         """Return the group sizes that hold at least one of the jobs.
 
         Raises:
-            PlanError: some job fits no group; the message says what would.
+            PlanError: some job fits no group, and these are all devices; the message says what would.
         """
         K = range(len(self.classes))
         holds = {d: [self.fits_alone(k, d) for k in K] for d in self.devices.degrees}
-        if not all(any(holds[d][k] for d in holds) for k in K):
+        if not self.shared and not all(any(holds[d][k] for d in holds) for k in K):
             self._nothing_fits()
         return tuple(d for d in holds if any(holds[d]))
 
@@ -116,6 +131,15 @@ class Instance:
             if n == len(starts) or C - setup <= starts[n]:
                 return C
         raise AssertionError
+
+    def machine_seconds(self, C: float, setup: float) -> float:
+        """Return the seconds that the usable devices, those free first, have in all until C, each after a set-up."""
+        starts = sorted(self.busy)[: self.usable] or [0.0] * self.usable
+        return sum(max(0.0, C - setup - start) for start in starts)
+
+    def fits(self, k: int) -> bool:
+        """Say whether some group can run a job of a class."""
+        return any(self.fits_alone(k, degree) for degree in self.devices.degrees)
 
     def fits_alone(self, k: int, degree: int) -> bool:
         """Say whether one job of a class can run by itself, at m = 1, on a group of this degree."""

@@ -61,7 +61,7 @@ class Bound(NamedTuple):
 def bounds(instance: Instance) -> Bound:
     """Return the best lower bound of all kinds; before the first device is free, nothing is done."""
     first = min(instance.busy, default=0.0)
-    seconds, kind = lower_bound(instance)
+    seconds, kind = lower_bound([instance])
     seconds += first
     types = make_types(instance)
     lp = lp_bound(instance, types, seconds)

@@ -42,6 +42,7 @@ class Pack:
     setup_s: float  # loading the base and compiling, before the first step
     memory_bytes: int
     memory_limit_bytes: int
+    device: str = ""  # the type of its devices
     rung: int | None = None  # which stretch of its jobs it trains, in a plan rung by rung; None: whole jobs
 
     @property
@@ -80,6 +81,9 @@ class Plan:
     prices: dict[str, float] = field(
         default_factory=dict
     )  # of jobs, which prove a bound of the kind `groups`
+    device_types: dict[str, int] = field(
+        default_factory=dict
+    )  # how many of each type, in the order of their numbers
     busy_until: tuple[float, ...] = ()  # seconds until each device is free; (): all are
     expected_s: float | None = None  # with early stopping: simulated mean; makespan_s is then an upper bound
     whole: dict[str, float] | None = None  # of a plan rung by rung: makespan_s and expected_s of whole jobs
@@ -88,6 +92,17 @@ class Plan:
     def gap(self) -> float:
         """Return how far the makespan may be above the best possible, as a share."""
         return self.makespan_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else 0.0
+
+    @property
+    def hardware(self) -> str:
+        """Write what the plan is for: 8 × H200, or 4 × A100-40GB + 4 × H200."""
+        types = self.device_types or {self.device: self.device_count}
+        return " + ".join(f"{count} × {name}" for name, count in types.items())
+
+    @property
+    def is_mixed(self) -> bool:
+        """Say whether the devices are of several types."""
+        return len(self.device_types) > 1
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain JSON values, in the order of the published contract."""

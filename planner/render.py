@@ -36,8 +36,7 @@ def render_plan(plan: Plan, width: int = WIDTH) -> str:
 def summary(plan: Plan) -> list[str]:
     """Return the lines that name problem, makespan, bound and baselines."""
     lines = [
-        f"{number_of(len(plan.jobs), 'job')} of {plan.model} ({plan.precision}) on {plan.device_count} × "
-        f"{plan.device}: "
+        f"{number_of(len(plan.jobs), 'job')} of {plan.model} ({plan.precision}) on {plan.hardware}: "
         f"{number_of(len(plan.packs), 'pack')}, method {plan.method}, planned in {plan.planning_s:.2f} s",
         f"makespan {duration(plan.makespan_s)}, lower bound {duration(plan.lower_bound_s)} ({plan.bound}), "
         f"gap {100 * plan.gap:.1f} %" + (", search cut short" if plan.truncated else ""),
@@ -68,6 +67,7 @@ def table(plan: Plan) -> list[str]:
         "pack",
         *(["rung"] if by_rung else []),
         "devices",
+        *(["type"] if plan.is_mixed else []),
         "jobs",
         "J",
         "m",
@@ -86,7 +86,8 @@ def table(plan: Plan) -> list[str]:
         rows.append(
             (
                 str(n), *([str(pack.rung)] if by_rung else []),
-                device_range(pack.devices), str(len(pack.jobs)), str(pack.J), str(pack.m),
+                device_range(pack.devices), *([pack.device] if plan.is_mixed else []),
+                str(len(pack.jobs)), str(pack.J), str(pack.m),
                 str(max(pack.slots)), str(max(pack.length_buckets)), pack.policy,
                 f"{1000 * pack.step_s:.0f} ms", str(pack.steps), duration(pack.start_s), duration(pack.end_s),
                 f"{pack.memory_bytes / 2**30:.1f}/{pack.memory_limit_bytes / 2**30:.1f} GiB ({share:.0f} %)",
@@ -102,7 +103,10 @@ def gantt(plan: Plan, width: int = WIDTH) -> list[str]:
     for n, pack in enumerate(plan.packs):
         groups.setdefault(pack.devices, []).append((n, pack))
     scale = width / plan.makespan_s if plan.makespan_s else 0.0
-    label = max(len(device_range(on)) for on in groups)
+    names = {on: device_range(on) for on in groups}
+    if plan.is_mixed:
+        names = {on: f"{name} {groups[on][0][1].device}" for on, name in names.items()}
+    label = max(map(len, names.values()))
     lines = []
     for on, packs in groups.items():
         bar = [" "] * width
@@ -115,6 +119,6 @@ def gantt(plan: Plan, width: int = WIDTH) -> list[str]:
             middle = (a + min(b, width)) // 2 - len(name) // 2
             if b - a >= len(name) + 2:
                 bar[middle : middle + len(name)] = name
-        lines.append(f"device {device_range(on).rjust(label)} |{''.join(bar)}|")
+        lines.append(f"device {names[on].rjust(label)} |{''.join(bar)}|")
     lines.append(f"{' ' * (8 + label)}0{duration(plan.makespan_s).rjust(width)}  (· loading and compiling)")
     return lines

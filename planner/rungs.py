@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from planner.build import build_packs
-from planner.devices import Devices
+from planner.build import all_packs
+from planner.devices import Devices, Mixture
+from planner.errors import PlanError
 from planner.greedy import greedy
 from planner.groups import Solution, makespan
 from planner.instance import Instance
@@ -44,9 +45,9 @@ class Rungs:
 
     jobs: Mapping[str, JobSpec]
     shape: ModelShape
-    devices: Devices
+    devices: Devices | Mixture
     precision: str
-    cost: CostModel
+    costs: Mapping[str, CostModel]  # by the name of the device type
     ladders: Ladders
     max_slots: int
     policies: tuple[str, ...]
@@ -56,10 +57,12 @@ class Rungs:
 
         The base is resident after the first rung. Without `effort` the greedy alone is asked.
         """
+        assert isinstance(self.devices, Devices)  # as with_early_stop sees to
+        (whole_cost,) = self.costs.values()
         jobs = [
             rest(self.jobs[name], self.ladders(self.jobs[name]), at, self.shape) for name, at in done.items()
         ]
-        cost = self.cost if rung == 0 else replace(self.cost, load_s=0.0, load_bytes_s=math.inf)
+        cost = whole_cost if rung == 0 else replace(whole_cost, load_s=0.0, load_bytes_s=math.inf)
         instance = Instance(
             jobs, self.shape, self.devices, self.precision, cost, self.max_slots, self.policies
         )
@@ -68,7 +71,7 @@ class Rungs:
             solution = min(greedy(instance, 0.0).values(), key=makespan)
         else:
             solution, _, _ = ours(instance, bounds(instance), effort)
-        return [replace(pack, rung=rung) for pack in build_packs(instance, place(instance, solution))]
+        return [replace(pack, rung=rung) for pack in all_packs([instance], [place(instance, solution)])]
 
     def plan(self, whole: Plan, effort: Effort) -> Plan:
         """Return the plan in which every job passes every rung: what is begun first, and an upper bound on the rest."""
@@ -96,7 +99,7 @@ class Rungs:
             stop=ladder_stops(self.ladders),
             ladders=self.ladders,
             smaller=self.step_seconds,
-            compile_s=self.cost.compile_s,
+            compile_s=max(cost.compile_s for cost in self.costs.values()),
         )
         specs = dict(self.jobs)
         return sum(simulate(plan, specs, world, seed, policy).makespan_s for seed in range(draws)) / draws
@@ -105,7 +108,7 @@ class Rungs:
         """Return the time of a pack's step with fewer slots."""
         sites = [self.jobs[name].targets for name in pack.jobs]
         union = None if None in sites else frozenset().union(*(one for one in sites if one is not None))
-        cost = self.cost.step_cost(
+        cost = self.costs[pack.device].step_cost(
             self.shape, pack.degree, pack.policy, self.precision, pack.row_tokens, union
         )
         return cost.seconds(slots, pack.m, pack.row_tokens, max(pack.slots))
@@ -120,8 +123,19 @@ def shifted(pack: Pack, by: float) -> Pack:
 def with_early_stop(plan: Plan, rungs: Rungs, effort: Effort, by_rung: bool | None) -> Plan:
     """Return the plan of whole jobs, or the one rung by rung where that is expected to end earlier, with its end.
 
-    Both are simulated with the same stops. `by_rung` asks for one of them whatever is expected.
+    Both are simulated with the same stops. `by_rung` asks for one of them whatever is expected. On devices of several
+    types jobs are planned whole.
+
+    Raises:
+        PlanError: `by_rung` asks for rungs on devices of several types.
     """
+    if plan.is_mixed and by_rung:
+        raise PlanError(
+            f"rung by rung, jobs are planned on devices of one type alone, not on {plan.hardware}"
+        )
+    if plan.is_mixed:
+        by_rung = False
+        plan = replace(plan, notes=(*plan.notes, "on devices of several types, jobs are planned whole"))
     started, n = time.perf_counter(), len(rungs.jobs)
     draws = DRAWS[0] if n <= FEW_JOBS else DRAWS[1] if n <= MANY_JOBS else DRAWS[2]
     whole_s = rungs.expected(plan, draws)

@@ -23,7 +23,7 @@ def gantt_svg(plan: Plan) -> str:
             tallest = max(other.J for other in plan.packs if other.devices == pack.devices)
             y += tallest * SLOT_PX + GAP_PX
     height = y + 30
-    title = f"{len(plan.jobs)} jobs of {plan.model} on {plan.device_count} × {plan.device}"
+    title = f"{len(plan.jobs)} jobs of {plan.model} on {plan.hardware}"
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
         f'width="{WIDTH}" height="{height}" font-family="sans-serif" font-size="11">',
@@ -31,8 +31,10 @@ def gantt_svg(plan: Plan) -> str:
         f'<text x="{LEFT}" y="18" font-size="13">{escape(title)}: {duration(plan.makespan_s)}, '
         f"bound {duration(plan.lower_bound_s)}, gap {100 * plan.gap:.1f} %</text>",
     ]
+    kinds = {pack.devices: f" {pack.device}" if plan.is_mixed else "" for pack in plan.packs}
     for devices, top in rows.items():
-        out.append(f'<text x="8" y="{top + 10}">device {device_range(devices)}</text>')
+        name = f"device {device_range(devices)}{kinds[devices]}"
+        out.append(f'<text x="8" y="{top + 10}">{escape(name)}</text>')
     for pack in plan.packs:
         top = rows[pack.devices]
         x = LEFT + pack.start_s * scale

@@ -7,11 +7,12 @@ a file written by `plora profile`, or from a fit (planner/fit.py); a fitted entr
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from planner.devices import DeviceSpec
+from planner.devices import Devices, DeviceSpec, Mixture
 from planner.errors import PlanError
 from planner.memory import MemoryModel
 from planner.specs import OPTIMIZER_STATES, PRECISION_BYTES, ModelShape
@@ -208,3 +209,22 @@ def cost_model(spec: DeviceSpec) -> CostModel:
             f"no cost table for {spec.name}; make one with `plora profile` and pass --cost-model FILE.json"
         )
     return CostModel.load(path)
+
+
+def cost_models(
+    devices: Devices | Mixture, given: CostModel | Mapping[str, CostModel] | None = None
+) -> dict[str, CostModel]:
+    """Return the cost model of each type by its name: the one given for it, else the shipped table.
+
+    Raises:
+        PlanError: a model is given for a type that is not there, or for a mixture without saying which type's it is.
+    """
+    names = [part.spec.name for part in devices.parts]
+    if isinstance(given, CostModel):
+        if len(names) > 1 and given.device not in names:
+            raise PlanError(f"the cost model is one of {given.device!r}; the devices are {', '.join(names)}")
+        given = {given.device if len(names) > 1 else names[0]: given}
+    given = dict(given or {})
+    if unknown := sorted(given.keys() - set(names)):
+        raise PlanError(f"cost model of {', '.join(unknown)}: the devices are {', '.join(names)}")
+    return {part.spec.name: given.get(part.spec.name) or cost_model(part.spec) for part in devices.parts}

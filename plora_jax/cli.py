@@ -184,12 +184,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("sweep", type=Path, metavar="SWEEP.yaml")
     sub.add_argument(
-        "--devices", help="such as 8xA100-40GB, or cpu (default: the sweep's, else this machine)"
+        "--devices",
+        help="such as 8xA100-40GB, 4xA100-40GB+4xH200, or cpu (default: the sweep's, else this machine)",
     )
     sub.add_argument("--json", type=_target, metavar="FILE", help="write the plan as JSON")
     sub.add_argument("--svg", type=_target, metavar="FILE", help="draw the plan in time, device by device")
     sub.add_argument("--explain", action="store_true", help="say what limits each pack, and why these slots")
-    sub.add_argument("--cost-model", type=Path, metavar="FILE", help="measured times and memory to plan with")
+    sub.add_argument(
+        "--cost-model",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help="measured times and memory to plan with; may be repeated, one for each type of devices",
+    )
     sub.add_argument("--rows", type=_count, metavar="N", help="training rows, when the data is not at hand")
 
     sub = command(

@@ -78,7 +78,7 @@ class Problem(NamedTuple):
     jobs: Sequence[Job]
     specs: Sequence[planner.JobSpec]
     shape: planner.ModelShape
-    devices: planner.Devices
+    devices: planner.Devices | planner.Mixture
     precision: str
     early_stop: EarlyStop
     slots: int | None = None  # most of a pack
@@ -92,7 +92,7 @@ def plan_jobs(
     jobs: Sequence[Job],
     train: Mapping[str, Examples],
     scored: Mapping[str, int],
-    devices: planner.Devices,
+    devices: planner.Devices | planner.Mixture,
     *,
     corners: Sequence[Job] = (),
     cost_model: planner.CostModel | None = None,
@@ -198,14 +198,16 @@ def _problem(
     config: ModelConfig,
     jobs: Sequence[Job],
     specs: Sequence[planner.JobSpec],
-    devices: planner.Devices,
+    devices: planner.Devices | planner.Mixture,
     notes: tuple[str, ...] = (),
 ) -> Problem:
     asked = sweep.precision.base
-    precision = asked if asked != "auto" else "fp32" if devices.spec.name == "cpu" else "bf16"
-    if precision == "fp8" and not devices.spec.fp8:
+    kinds = [part.spec for part in devices.parts]
+    precision = asked if asked != "auto" else "fp32" if kinds[0].name == "cpu" else "bf16"
+    without = [spec.name for spec in kinds if not spec.fp8]
+    if precision == "fp8" and without:
         raise UserError(
-            f"precision.base: fp8 cannot run on {devices.spec.name}: it has no fp8 products; use bf16, or L40S, "
+            f"precision.base: fp8 cannot run on {without[0]}: it has no fp8 products; use bf16, or L40S, "
             "RTX4090, H100 or newer"
         )
     stop = sweep.early_stop
@@ -219,6 +221,10 @@ def _problem(
         specs = [replace(spec, accumulate=True) for spec in specs]
     shape = model_shape(config, sweep.model)
     by_rung = {"auto": None, "always": True, "never": False}[stop.pause]
+    if by_rung and len(kinds) > 1:
+        raise UserError(
+            f"early_stop.pause: always needs devices of one type, and these are {devices}; use auto or never"
+        )
     if sweep.search.is_drawn:  # its jobs are not known
         by_rung = False
     return Problem(jobs, specs, shape, devices, precision, stop, sweep.train.slots, notes, by_rung)
@@ -235,7 +241,7 @@ def _ladders(config: EarlyStop) -> planner.Ladders | None:
 
 def solve(
     problem: Problem,
-    cost_model: planner.CostModel | None = None,
+    cost_model: planner.CostModel | Mapping[str, planner.CostModel] | None = None,
     incumbent: Sequence[planner.Pack] | None = None,
     busy_until: Sequence[float] = (),
 ) -> planner.Plan:
@@ -296,23 +302,23 @@ def check_disk(out: Path, needed: int) -> None:
         )
 
 
-def find_devices(text: str) -> planner.Devices:
-    """Read `8xA100-40GB`, `cpu-16GB`, `cpu` (this machine's) or `auto` (its visible GPUs, else its CPU).
+def find_devices(text: str) -> planner.Devices | planner.Mixture:
+    """Read `8xA100-40GB`, `4xA100-40GB+4xH200`, `cpu-16GB`, `cpu` (this machine's) or `auto` (its visible GPUs, of
+    whatever types, else its CPU).
 
     A CPU has the cores that this process may use, shared among as many as are asked for.
     """
     text = text.strip()
     found = visible_gpus() if text == "auto" else []
     if found:
-        kind = gpu_spec(found[0])
-        return planner.Devices(kind, sum(gpu.name == found[0].name for gpu in found))
+        return planner.mix(planner.Devices(gpu_spec(gpu), 1) for gpu in found)
     try:
         if text in ("auto", "cpu"):
             return planner.cpu_device(memory_bytes(), cores())
         asked = planner.devices(text)
     except planner.PlanError as error:
         raise UserError(f"devices: {error}") from None
-    if asked.spec.name != "cpu":
+    if isinstance(asked, planner.Mixture) or asked.spec.name != "cpu":
         return asked
     return replace(asked, spec=replace(asked.spec, cores=max(1, cores() // asked.count)))
 
@@ -329,8 +335,11 @@ def gpu_spec(gpu: Gpu) -> planner.DeviceSpec:
 
 def plan_command(sweep: Sweep, jobs: Sequence[Job], args: Namespace) -> int:
     """Plan a sweep for the command line: print the plan, and write it where `--json` and `--svg` say."""
-    cost = planner.CostModel.load(args.cost_model) if args.cost_model else None
+    measured = [planner.CostModel.load(file) for file in args.cost_model or ()]
     problem = sweep_problem(sweep, jobs, devices=args.devices, rows=args.rows)
+    cost: planner.CostModel | dict[str, planner.CostModel] | None = measured[0] if measured else None
+    if len(measured) > 1:
+        cost = {model.device: model for model in measured}
     plan = solve(problem, cost)
     print(planner.render_plan(plan))
     if args.explain:

@@ -14,6 +14,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from planner import cost_model
+from planner.devices import device_spec
 from plora_jax import cli, planning
 from plora_jax.config.sweep import load_sweep
 from plora_jax.jobs import JOB_FIELDS
@@ -154,6 +156,24 @@ def test_devices_and_rows_of_the_command_line_win(tmp_path: Path) -> None:
     plan = json.loads(target.read_text())
     assert (plan["device"], plan["device_count"]) == ("H200", 2)
     assert {job["rows"] for job in plan["jobs"].values()} == {77}
+
+
+def test_a_mixture_of_devices_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target, cost = tmp_path / "plan.json", tmp_path / "cost.json"
+    argv = ["plan", str(PAPER), "--devices", "2xA100-40GB+2xH200", "--json", str(target), "--explain"]
+    assert cli.main(argv) == 0
+    plan, told = json.loads(target.read_text()), capsys.readouterr().out
+    assert plan["schema"] == 1 and plan["device_types"] == {"A100-40GB": 2, "H200": 2}
+    assert {(pack["device"], n) for pack in plan["packs"] for n in pack["devices"]} == {
+        ("A100-40GB", 0), ("A100-40GB", 1), ("H200", 2), ("H200", 3)
+    }  # fmt: skip
+    assert "on 2 × A100-40GB + 2 × H200" in told and "2 × H200: " in told
+    files = []
+    for name in ("A100-40GB", "H200"):
+        files += ["--cost-model", str(cost.with_suffix(f".{name}"))]
+        Path(files[-1]).write_text(cost_model(device_spec(name)).slowed(2.0).to_json())
+    assert cli.main([*argv, *files]) == 0
+    assert json.loads(target.read_text())["makespan_s"] > 1.8 * plan["makespan_s"]
 
 
 def test_interrupts_are_told_from_failures(

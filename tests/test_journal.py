@@ -10,13 +10,15 @@ from types import SimpleNamespace
 import pytest
 
 import planner
-from plora_jax.engine.driver import _unfinished
+from plora_jax.engine.driver import _orphan, _unfinished, _with_work
 from plora_jax.engine.journal import Journal
 from plora_jax.engine.progress import make_console
 from plora_jax.engine.replan import Replanner, Seen, measured, open_packs, replan
 from plora_jax.engine.rundir import RunDirectory
 from plora_jax.engine.worker import Worker
 from plora_jax.jobs import Job
+from plora_jax.launch.process import Group
+from plora_jax.launch.site import Site
 
 JOBS = {job.job_id: job for job in (Job(learning_rate=0.01 * n, rank=4) for n in range(1, 7))}
 A, B, C, D, E, F = JOBS
@@ -89,6 +91,58 @@ def test_a_job_that_another_pack_took_is_lost_with_neither(journal):
     journal.append("limit", pack="pack-001", slots=[{"bucket": 8}], m=1, policy="layer")
     assert journal.state.waiting("pack-001") == [B, D]
     assert not journal.state.finished
+
+
+def claimed(journal, worker):
+    """Return the packs that a worker claims one after another, while nobody does them."""
+    out, held = [], []
+    run = RunDirectory(journal.path.parent)
+    one = SimpleNamespace(run=run, journal=journal, name=worker)
+    one._packs = partial(Worker._packs, one)
+    while found := Worker._claim(one):
+        out.append(found[0])
+        held.append(found[1])
+    for lock in held:
+        lock.close()
+    return out
+
+
+def test_a_worker_takes_packs_of_its_own_type_and_of_none_that_is_served(journal):
+    """Four packs: of the A100, the H200, a type that this start does not have, and of an older version."""
+    mixed = planner.devices("1xA100-40GB+1xH200")
+    journal.append("settings", settings={"devices": asdict(mixed)})
+    kinds = ("A100-40GB", "H200", "L40S", None)
+    packs = [
+        pack(job, device=0) | ({"device": kind} if kind else {})
+        for job, kind in zip(JOBS, kinds, strict=False)
+    ]
+    journal.append("packs", packs={f"pack-{n:03d}": pack for n, pack in enumerate(packs, 11)})
+    for name in ("pack-001", "pack-002"):
+        journal.append("done", pack=name)
+    a100, h200, other, old = (f"pack-{n:03d}" for n in range(11, 15))
+    assert claimed(journal, "0") == [a100, other, old, "base"]
+    assert claimed(journal, "1") == [h200, other, old, "base"]
+    for name in ("pack-011", other, old, "base"):
+        journal.append("done", pack=name)
+    assert claimed(journal, "0") == [], "scores on test rows wait for the packs of the other type too"
+    _orphan(journal, ["0", "1"])
+    assert claimed(journal, "0") == []
+    _orphan(journal, ["0"])
+    assert journal.state.orphaned == {"H200"} and claimed(journal, "0") == [h200]
+    journal.append("settings", settings={"devices": asdict(mixed)})
+    assert claimed(journal, "0") == [], "after a new start the type has workers again"
+    journal.append("done", pack=h200)
+    assert claimed(journal, "0") == ["test"]
+
+
+def test_workers_start_for_the_types_that_packs_are_planned_for(journal):
+    mixed = planner.devices("1xA100-40GB+1xH200")
+    site = Site(None, [Group("0", 1), Group("1", 1)], mixed)
+    assert [group.worker for group in _with_work(site, journal)] == ["0", "1"]
+    journal.append("packs", packs={"pack-003": pack(C) | {"device": "H200"}})
+    assert [group.worker for group in _with_work(site, journal)] == ["1"]
+    journal.append("done", pack="pack-003")
+    assert [group.worker for group in _with_work(site, journal)] == ["0", "1"]
 
 
 def scored(journal, job_id, step, fraction):
@@ -317,6 +371,15 @@ def test_a_fault_while_the_driver_plans_ends_no_sweep(begun, replanner):
     begun.append("done", pack="pack-001")
     look()
     assert len(told) == 2  # nobody trains
+
+
+def test_a_mixture_is_told_of_a_drift_and_keeps_its_plan(begun, replanner):
+    look, told, _ = replanner
+    devices = asdict(planner.devices("1xA100-40GB+1xH200"))
+    begun.append("settings", settings={**begun.state.settings, "devices": devices})
+    before = list(begun.state.packs)
+    look()
+    assert list(begun.state.packs) == before and [kind for kind, _ in told] == ["drift"]
 
 
 def test_the_driver_journals_another_plan(begun, replanner):

@@ -77,6 +77,8 @@ def test_what_cannot_be_launched(monkeypatch, tmp_path):
     for devices in ("auto", "cpu"):
         with pytest.raises(UserError, match=f"devices: {devices}: SLURM does not tell"):
             find_site(LaunchOptions("slurm"), devices)
+    with pytest.raises(UserError, match="tasks of a SLURM job array are all alike"):
+        find_site(LaunchOptions("slurm"), "2xA100+2xH200")
     with pytest.raises(UserError, match="devices: device 'H2000' is not known"):
         find_site(LaunchOptions("slurm"), "8xH2000")
     with pytest.raises(UserError, match=r"--slurm .*one line"):

@@ -187,6 +187,18 @@ def test_early_stopping_is_simulated_where_it_can_be(tmp_path: Path) -> None:
     assert tokens[1] == {3 * n for n in tokens[0]}
 
 
+def test_a_mixture_is_refused_what_one_of_its_types_cannot(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="fp8 cannot run on A100-40GB"):
+        planned(load_sweep(write_sweep(tmp_path, precision="fp8")), "1xH200+1xA100-40GB")
+    with pytest.raises(
+        UserError, match=r"early_stop.pause: always .* 1 × H200 \+ 1 × A100-40GB; use auto or never"
+    ):
+        paused = {"method": "asha", "pause": "always"}
+        planned(load_sweep(write_sweep(tmp_path, early_stop=paused)), "1xH200+1xA100-40GB")
+    plan = planned(load_sweep(write_sweep(tmp_path, early_stop={"method": "asha"})), "1xH200+1xA100-40GB")
+    assert plan.device_types == {"H200": 1, "A100-40GB": 1} and plan.expected_s is not None
+
+
 @pytest.mark.parametrize(("devices", "precision"), [("cpu-16GB", "fp32"), ("A10", "bf16")])
 def test_precision_auto_follows_the_device(devices: str, precision: str, tmp_path: Path) -> None:
     sweep = load_sweep(write_sweep(tmp_path))

@@ -50,17 +50,57 @@ def test_only_what_is_visible(here, monkeypatch):
 
 def test_a_gpu_in_use_and_one_of_another_kind_are_left_out(here):
     here.gpus = [H200[0], H200[1]._replace(used_mib=70000), Gpu("NVIDIA L4", 23034, "580", "GPU-L", 0)]
-    found = find_site(LaunchOptions(), "auto")
+    found = find_site(LaunchOptions(), "1xH200")
     assert [group.devices for group in found.groups] == [("GPU-0",)] and found.devices.count == 1
     assert "GPU-1 is left out: other programs use 68 of its 140 GiB" in found.note
-    assert "GPU-L is left out: it is a NVIDIA L4, not a NVIDIA H200" in found.note
+    assert "GPU-L is left out: it is a NVIDIA L4, and 1xH200 is asked for" in found.note
     with pytest.raises(UserError, match=r"devices: 2xH200: 3 GPUs here, 1 of them free; GPU-1 is left out"):
         find_site(LaunchOptions(), "2xH200")
-    with pytest.raises(UserError, match="--workers 2: 3 GPUs here, 1 of them free"):
-        find_site(LaunchOptions(workers=2), "auto")
+    with pytest.raises(UserError, match="--workers 3: 3 GPUs here, 2 of them free"):
+        find_site(LaunchOptions(workers=3), "auto")
     here.gpus = here.gpus[1:2]
     with pytest.raises(UserError, match="devices: auto: 1 GPU here, 0 of them free"):
         find_site(LaunchOptions(), "auto")
+
+
+def test_gpus_of_several_types_are_numbered_type_after_type(here):
+    a100 = [Gpu("NVIDIA A100-SXM4-40GB", 40960, "580", f"GPU-A{i}", 0) for i in range(2)]
+    here.gpus = [H200[0], a100[0], H200[1], a100[1]]
+    found = find_site(LaunchOptions(), "auto")
+    assert [(group.worker, group.devices) for group in found.groups] == [
+        ("0", ("GPU-0",)),
+        ("1", ("GPU-1",)),
+        ("2", ("GPU-A0",)),
+        ("3", ("GPU-A1",)),
+    ]
+    assert str(found.devices) == str(planning.find_devices("auto")) == "2 × H200 + 2 × A100-40GB"
+    assert found.note == "on 2 × H200 + 2 × A100-40GB: a worker takes packs that are planned for its own type"
+    asked = find_site(LaunchOptions(), "1xA100-40GB+2xH200")  # the plan's order, not the machine's
+    assert [group.devices[0] for group in asked.groups] == ["GPU-A0", "GPU-0", "GPU-1"]
+    assert [asked.devices.type_of(n).name for n in range(3)] == ["A100-40GB", "H200", "H200"]
+    assert [group.devices for group in find_site(LaunchOptions(workers=1), "auto").groups] == [("GPU-0",)]
+    assert [group.devices for group in find_site(LaunchOptions("inline"), "auto").groups] == [("GPU-0",)]
+    here.gpus = here.gpus[1:]
+    with pytest.raises(UserError, match=r"devices: 1xA100-40GB\+2xH200: 3 GPUs here, 3 of them free"):
+        find_site(LaunchOptions(), "1xA100-40GB+2xH200")
+    with pytest.raises(UserError, match=r"--workers 3: devices: 1xH200\+1xA100 says how many of each"):
+        find_site(LaunchOptions(workers=3), "1xH200+1xA100")
+    with pytest.raises(UserError, match=r"but this machine has .*H200.*, no L40S; use auto"):
+        find_site(LaunchOptions(), "1xL40S+1xH200")
+
+
+def test_gpus_that_no_table_knows_are_planned_as_another_type_and_two_names_of_one_type_are_one(here):
+    here.gpus = [H200[0], Gpu("NVIDIA L4", 23034, "580", "GPU-L", 0)]
+    found = find_site(LaunchOptions(), "auto")
+    assert str(found.devices) == "1 × H200 + 1 × A10" and found.note.endswith(
+        "a NVIDIA L4 is planned as a A10"
+    )
+    here.gpus = [
+        Gpu("NVIDIA H100 PCIe", 81559, "580", "GPU-P", 0),
+        Gpu("NVIDIA H100 80GB HBM3", 81000, "580", "GPU-S", 0),
+    ]
+    found = find_site(LaunchOptions(), "auto")
+    assert (str(found.devices), found.devices.spec.memory_bytes) == ("2 × H100", 81000 * 2**20)
 
 
 def test_memory_that_others_hold_is_not_taken(here):
@@ -119,7 +159,7 @@ def test_core_shares(monkeypatch):
 def test_another_kind_than_is_there(here):
     here.gpus = H200
     with pytest.raises(
-        UserError, match="devices: 2xA100-40GB is asked for, but this machine has NVIDIA H200"
+        UserError, match="devices: 2xA100-40GB is asked for, but this machine has NVIDIA H200, no A100-40GB"
     ):
         find_site(LaunchOptions(), "2xA100-40GB")
 

@@ -92,7 +92,9 @@ def profile_command(model: str, length: int, recompute: str, precision: str, tar
     """Profile a model with random weights, write the cost model and say how good it is; return the exit code."""
     if not target.parent.is_dir():
         raise UserError(f"--json {target}: the directory {target.parent} does not exist")
-    devices = find_devices("auto" if jax.default_backend() != "cpu" else "cpu")
+    devices = find_devices("auto" if jax.default_backend() != "cpu" else "cpu").parts[
+        0
+    ]  # JAX takes the first
     base = load_base(model, random_weights=True, precision=precision)  # type: ignore[arg-type]
     fitted, held_out = profile_step(base, length, recompute)
     cost, on_time, on_memory = fit_cost_model(base, devices, fitted, held_out)

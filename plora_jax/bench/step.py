@@ -251,7 +251,7 @@ def _device_table() -> CostModel:
     """Return the planner's table of the device that JAX runs on."""
     device = jax.devices()[0]
     if device.platform == "cpu":
-        return cost_model(find_devices("cpu").spec)
+        return cost_model(find_devices("cpu").parts[0].spec)
     total = (device.memory_stats() or {}).get("bytes_limit", 0)
     return cost_model(gpu_spec(Gpu(device.device_kind, total // 2**20, "")))
 

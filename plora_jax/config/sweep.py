@@ -113,7 +113,10 @@ class Sweep:
     precision: Precision = Precision()
     export: Export = Export()
     log: LogConfig = LogConfig()
-    devices: str = setting("auto", "auto, cpu, or a count and kind such as 8xA100-40GB")
+    devices: str = setting(
+        "auto",
+        "auto, cpu, or a count and kind such as 8xA100-40GB; several kinds with +, as in 4xA100-40GB+4xH200",
+    )
     base_dir: Path = field(default=Path("."))  # where relative paths start; without it, the file's directory
 
     def path(self, name: str) -> Path:

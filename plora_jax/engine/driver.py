@@ -112,7 +112,7 @@ def run_sweep(
     with open_run(out, resume) as run:
         _begin(run, sweep, task.digests | input_digests(sweep, jobs))
         journal = Journal(run.path / "journal.jsonl")
-        on_cpu = site.devices.spec.name == "cpu"
+        on_cpu = site.devices.parts[0].spec.name == "cpu"
         by_steps = on_cpu if reproducible is None else reproducible
         scope = "pack" if by_steps and len(site.groups) > 1 else "sweep"
         settings = {"scope": scope, "reproducible": by_steps, "checkpoint_s": checkpoint_s}
@@ -130,7 +130,7 @@ def run_sweep(
             elif site.launcher is None:
                 _work_here(run, base, task, console, watch)
             else:
-                _drive(site.launcher, site.groups, run, console, watch)
+                _drive(site.launcher, _with_work(site, journal), run, console, watch)
         if not journal.refresh().finished:
             say(
                 console,
@@ -148,7 +148,7 @@ def _site(sweep: Sweep, launch: LaunchOptions | None, base: Base | None) -> Site
     if base is not None:
         return find_site(LaunchOptions("inline"), sweep.devices, held=device_bytes())
     site = find_site(launch or LaunchOptions(), sweep.devices)
-    alone = launch is None and site.devices.spec.name == "cpu" and len(site.groups) == 1
+    alone = launch is None and site.devices.parts[0].spec.name == "cpu" and len(site.groups) == 1
     return site._replace(launcher=None) if alone else site
 
 
@@ -289,6 +289,25 @@ def _work_here(run: RunDirectory, base: Base | None, task: Task, console: Consol
         worker.close()
 
 
+def _with_work(site: Site, journal: Journal) -> list[Group]:
+    """Return the workers to start: of a mixture, those of types that packs are planned for."""
+    state, devices = journal.refresh(), site.devices
+    planned = {pack.get("device") for name, pack in state.packs.items() if name not in state.done}
+    mine = [group for group in site.groups if devices.type_of(int(group.worker)).name in planned]
+    return mine if isinstance(devices, planner.Mixture) and mine else site.groups
+
+
+def _orphan(journal: Journal, alive: Sequence[str]) -> None:
+    """Let any worker take the packs of those types of a mixture that have no worker any more."""
+    devices = journal.devices
+    if isinstance(devices, planner.Devices):
+        return
+    served = {devices.type_of(int(worker)).name for worker in alive}
+    for part in devices.parts:
+        if part.spec.name not in served | journal.state.orphaned:
+            journal.append("orphaned", device=part.spec.name)
+
+
 def _drive(
     launcher: Launcher, groups: Sequence[Group], run: RunDirectory, console: Console, watch: _Watch
 ) -> None:
@@ -303,6 +322,8 @@ def _drive(
             if watch.journal.refresh().finished:
                 deadline = min(deadline, time.monotonic() + END_S)
             for ended in launcher.poll():
+                if ended.left and ended.cause:
+                    _orphan(watch.journal, launcher.alive())
                 if ended.cause:
                     run.event("worker_lost", worker=ended.worker, cause=ended.cause, left=ended.left)
                     then = "it is not started again" if ended.left else "it is started again"

@@ -48,6 +48,7 @@ class RunState:
         default_factory=dict
     )  # by pack id: slots, m, policy after out of memory
     done: set[str] = field(default_factory=set)
+    orphaned: set[str] = field(default_factory=set)  # device types whose workers are all gone
     places: dict[tuple[str, int, int], str] = field(default_factory=dict)  # (pack, micro-step, slot): job_id
     owner: dict[str, str] = field(default_factory=dict)  # by job_id: the pack that placed it last
     points: dict[str, list[Point]] = field(default_factory=dict)  # by job_id: its evaluations
@@ -112,12 +113,25 @@ class RunState:
         """Tell whether nothing is left to do."""
         return all(name in self.done for name in (*self.packs, BASE, TEST)) and not self.at_rung
 
+    def is_for(self, pack: str, worker: str) -> bool:
+        """Tell whether a worker may take a pack: one planned for its own device type, or for one without any worker.
+
+        Workers are named by the numbers of their devices; one of another name may take any.
+        """
+        if "devices" not in self.settings or not worker.isdecimal():
+            return True
+        devices = planner.devices_from(self.settings["devices"])
+        kind = self.packs[pack].get("device")
+        served = {part.spec.name for part in devices.parts} - self.orphaned
+        return kind not in served or int(worker) >= devices.count or devices.type_of(int(worker)).name == kind
+
     def left_paused(self, pack: str, job_id: str) -> bool:
         """Tell whether a job has left this pack at a rung: what it came to there is on the disk."""
         return self.paused.get(job_id, {}).get("pack") == pack
 
     def _settings(self, line: dict[str, Any]) -> None:
         self.settings |= line["settings"]
+        self.orphaned.clear()
         self.claims.clear()  # whoever starts the run again gives every pack new attempts
         self.causes.clear()
 
@@ -183,6 +197,9 @@ class RunState:
 
     def _count(self, line: dict[str, Any]) -> None:
         self.device_s += line["time"] - self.begun.pop(line["pack"], line["time"])
+
+    def _orphaned(self, line: dict[str, Any]) -> None:
+        self.orphaned.add(line["device"])
 
     def _done(self, line: dict[str, Any]) -> None:
         self._count(line)
@@ -302,10 +319,9 @@ class Journal:
             self.extend([("jobs", {"jobs": jobs}), added] if jobs else [added])
 
     @property
-    def devices(self) -> planner.Devices:
-        """Return the device groups that the run was planned for."""
-        held = self.refresh().settings["devices"]
-        return planner.Devices(planner.DeviceSpec(**held["spec"]), held["count"])
+    def devices(self) -> planner.Devices | planner.Mixture:
+        """Return the devices that the run was planned for."""
+        return planner.devices_from(self.refresh().settings["devices"])
 
     def refresh(self) -> RunState:
         """Read what others appended and return the state; a line that is still being written waits."""

@@ -91,7 +91,7 @@ def replan(state: RunState, seen: Sequence[Seen], solve: Solve) -> Replan | None
     if factor is None or not jobs or not drifted(state, waiting, factor):
         return None
     old = {name: planner.Pack.from_dict(state.packs[name]) for name in waiting}
-    running, count = _running(state, seen), state.settings["devices"]["count"]
+    running, count = _running(state, seen), planner.devices_from(state.settings["devices"]).count
     free = sorted([*running, *[0.0] * (count - len(running))])[:count]
     plan = solve(jobs, factor, list(old.values()), free)
     if plan is None:
@@ -139,6 +139,7 @@ def plan_left(
             if job.job_id in paused
         }
     devices = journal.devices
+    assert isinstance(devices, planner.Devices)  # a mixture is neither planned rung by rung nor for its pace
     slowed = planner.cost_model(devices.spec).slowed(scale)
     return plan_jobs(
         sweep,
@@ -181,7 +182,8 @@ def _end(running: Sequence[float], packs: Iterable[float], workers: int) -> floa
 class Replanner:
     """Watch the pace of the workers, and journal another plan when it has left the plan's; once for each pack done.
 
-    Where decisions must not depend on time, a drift is told of in events.jsonl, and nothing else.
+    Where decisions must not depend on time, or devices are of several types, a drift is told of in events.jsonl, and
+    nothing else.
     """
 
     def __init__(
@@ -207,7 +209,8 @@ class Replanner:
         if factor is None or done <= self._seen_at or not drifted(state, names, factor):
             return
         self._seen_at = done
-        found = None if state.settings["reproducible"] else replan(state, seen, self._solve)
+        told_only = state.settings["reproducible"] or isinstance(self.journal.devices, planner.Mixture)
+        found = None if told_only else replan(state, seen, self._solve)
         if found is None:
             self.run.event("drift", factor=round(factor, 3))
         elif not self._adopt(found):

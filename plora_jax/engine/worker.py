@@ -135,9 +135,10 @@ class Worker:
         with self.journal.locked() as state:
             packs = list(self._packs(state))
             names = [*packs, BASE] if BASE not in state.done else [*packs]
-            if state.at_rung and not packs:
+            left = any(name not in state.done for name in state.packs)
+            if state.at_rung and not left:
                 names = [f"{RUNG}{1 + sum(name.startswith(RUNG) for name in state.done)}", *names]
-            names += [TEST] if TEST not in state.done and not names else []
+            names += [TEST] if TEST not in state.done and not names and not left else []
             for name in names:
                 lock = try_lock(claims / f"{name}.lock")
                 if lock is None or name in state.done:
@@ -154,8 +155,10 @@ class Worker:
         return None
 
     def _packs(self, state: RunState) -> Iterator[str]:
-        """Yield the packs that are not done, those of this device group first."""
-        packs = [name for name in state.packs if name not in state.done]
+        """Yield the packs that are not done, those of this device group first; of packs planned for devices of another
+        type, only those whose workers are gone.
+        """
+        packs = [name for name in state.packs if name not in state.done and state.is_for(name, self.name)]
         mine = [name for name in packs if self.name in map(str, state.packs[name]["devices"])]
         yield from dict.fromkeys([*mine, *packs])
 

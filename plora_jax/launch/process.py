@@ -38,7 +38,7 @@ class Group(NamedTuple):
     `worker` names it and its files. `gpus` counts its GPUs, 0 for a CPU worker; `devices` names them by UUID, or is
     empty where a scheduler chooses them. `cores` are its CPU cores by number, empty where a scheduler chooses them;
     `threads` is how many it computes with, 0 for what the scheduler leaves it. `memory_fraction` is the share of each
-    GPU's memory that JAX takes at start.
+    GPU's memory that JAX takes at start. `kind` is a GPU type as Ray names it, empty for any.
     """
 
     worker: str
@@ -47,6 +47,7 @@ class Group(NamedTuple):
     cores: tuple[int, ...] = ()
     threads: int = 0
     memory_fraction: float = 0.95
+    kind: str = ""
 
 
 class Exit(NamedTuple):

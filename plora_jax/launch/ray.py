@@ -44,15 +44,25 @@ def ray_site(options: LaunchOptions, devices: str) -> Site:
     there = int(sum(node.get("GPU", 0) for node in nodes))
     asked = None if devices in ("auto", "cpu") else _parse(devices)
     where = f"the Ray cluster at {address}" if address else "Ray on this machine"
-    if devices == "cpu" or (asked and asked.spec.name == "cpu") or (devices == "auto" and not there):
+    if devices == "cpu" or (asked and asked.parts[0].spec.name == "cpu") or (devices == "auto" and not there):
         return _cpu_site(nodes, options.workers or (asked and asked.count) or len(nodes), where)
+    kinds = _gpu_kinds(nodes)
     if asked is None:
-        asked = planner.Devices(_gpu_kind(nodes, where), there)
-    count = options.workers or asked.count
-    short = f"{where} has {there} GPUs now: {count - there} workers wait for more" if count > there else ""
+        asked = _all_gpus(kinds, there, where)
+    if options.workers and isinstance(asked, planner.Mixture):
+        raise UserError(
+            f"--workers {options.workers}: there are several types of GPUs; say how many of each in devices"
+        )
     cpus = min((int(node["CPU"] // node["GPU"]) for node in nodes if node.get("GPU")), default=1)
-    groups = [Group(str(i), 1, threads=max(cpus, 1)) for i in range(count)]
-    return Site(ray_pool(), groups, planner.Devices(asked.spec, count), short or f"on {where}")
+    parts, named = [], []
+    for part in asked.parts:
+        parts.append(planner.Devices(part.spec, options.workers or part.count))
+        kind = _kind_of(part.spec, kinds, where) if len(kinds) > 1 or len(asked.parts) > 1 else ""
+        named += [kind] * parts[-1].count
+    groups = [Group(str(i), 1, threads=max(cpus, 1), kind=kind) for i, kind in enumerate(named)]
+    short = len(groups) - there
+    note = f"{where} has {there} GPUs now: {short} workers wait for more" if short > 0 else f"on {where}"
+    return Site(ray_pool(), groups, planner.mix(parts), note)
 
 
 def _cpu_site(nodes: list[dict[str, float]], count: int, where: str) -> Site:
@@ -66,17 +76,48 @@ def _cpu_site(nodes: list[dict[str, float]], count: int, where: str) -> Site:
     return Site(ray_pool(), groups, planner.Devices(spec, count), f"on the CPUs of {where}")
 
 
-def _gpu_kind(nodes: list[dict[str, float]], where: str) -> planner.DeviceSpec:
-    """Return the type of the cluster's GPUs, as Ray names it."""
-    prefix = "accelerator_type:"
-    names = Counter(name.removeprefix(prefix) for node in nodes for name in node if name.startswith(prefix))
-    if len(names) == 1:
-        return _parse(f"1x{next(iter(names))}").spec
-    found = ", ".join(names) or "GPUs of a type that Ray does not name"
+def _gpu_kinds(nodes: list[dict[str, float]]) -> Counter[str]:
+    """Count the cluster's GPUs by their types, as Ray names them."""
+    prefix, kinds = "accelerator_type:", Counter[str]()
+    for node in nodes:
+        for name in node:
+            if name.startswith(prefix):
+                kinds[name.removeprefix(prefix)] += int(node.get("GPU", 0))
+    return kinds
+
+
+def _all_gpus(kinds: Counter[str], there: int, where: str) -> planner.Devices | planner.Mixture:
+    """Return all GPUs of the cluster.
+
+    Raises:
+      UserError: Ray does not name the types of all of them.
+    """
+    if kinds and kinds.total() == there:
+        return planner.mix(part for kind, count in kinds.items() for part in _parse(f"{count}x{kind}").parts)
+    found = ", ".join([*kinds, "GPUs of a type that Ray does not name"])
     raise UserError(f"devices: auto: {where} has {found}; name them, such as 8xA100-40GB")
 
 
-def _parse(devices: str) -> planner.Devices:
+def _kind_of(spec: planner.DeviceSpec, kinds: Counter[str], where: str) -> str:
+    """Return Ray's name of a device type, by which a worker is placed on a GPU of it.
+
+    Raises:
+      UserError: Ray names no such GPU.
+    """
+    for kind in kinds:
+        try:
+            same = spec == _parse(kind).parts[0].spec
+        except UserError:
+            same = False
+        if same or kind.upper() == spec.name.split("-")[0]:
+            return kind
+    found = ", ".join(kinds) or "no types"
+    raise UserError(
+        f"devices: {where} names {found} and no {spec.name}: workers could not be placed on the right GPUs"
+    )
+
+
+def _parse(devices: str) -> planner.Devices | planner.Mixture:
     try:
         return planner.devices(devices)
     except planner.PlanError as error:
@@ -137,7 +178,10 @@ class RayWorker:
     """Run one worker somewhere on the cluster, where its CPUs and GPUs are free."""
 
     def __init__(self, run: Path, group: Group, module: str = WORKER) -> None:
-        actor: Any = ray.remote(num_gpus=group.gpus, num_cpus=group.threads or 1)(_Node)
+        kind = (
+            {f"accelerator_type:{group.kind}": 0.001} if group.kind else {}
+        )  # as Ray itself asks for a type
+        actor: Any = ray.remote(num_gpus=group.gpus, num_cpus=group.threads or 1, resources=kind)(_Node)
         self.actor = actor.options(max_restarts=0, max_concurrency=3).remote(
             str(run.absolute()), group, module
         )

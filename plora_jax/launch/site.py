@@ -35,7 +35,7 @@ class Site(NamedTuple):
 
     launcher: Launcher | None
     groups: list[Group]
-    devices: planner.Devices
+    devices: planner.Devices | planner.Mixture
     note: str = ""
 
 
@@ -66,56 +66,87 @@ def find_site(options: LaunchOptions, devices: str, *, held: int | None = None) 
 def local_site(devices: str, workers: int | None = None, held: int | None = None) -> Site:
     """Share this machine among workers: a GPU each, or, without GPUs, cores; every worker has cores of its own.
 
-    GPUs of another kind than the first, and those that other programs use, are left out. `held` is as in `find_site`:
-    such a GPU is in use by this process, and that much of it is there to plan with.
+    GPUs of types that are not asked for, and those that other programs use, are left out. Workers of one type are
+    numbered after those of another, as the plan's devices are. `held` is as in `find_site`: such a GPU is in use by
+    this process, and that much of it is there to plan with.
 
     Raises:
       UserError: as `find_site`.
     """
     asked = None if devices in ("auto", "cpu") else find_devices(devices)
-    on_cpu = devices == "cpu" or (asked is not None and asked.spec.name == "cpu")
+    on_cpu = devices == "cpu" or (asked is not None and asked.parts[0].spec.name == "cpu")
     found, why = ([], "") if on_cpu else _usable_gpus()
     if found:
         if held is not None:
             site = _gpu_site([found[0]._replace(used_mib=0)], devices, asked, workers)
-            spec = site.devices.spec
+            spec = site.devices.parts[0].spec
             spec = replace(spec, memory_bytes=min(spec.memory_bytes, int(held / spec.usable)))
-            return site._replace(devices=replace(site.devices, spec=spec))
+            return site._replace(devices=planner.Devices(spec, 1))
         return _gpu_site(found, devices, asked, workers)
     if not on_cpu and asked:
         raise UserError(f"devices: {devices} is asked for, but {why}; devices: auto runs on the CPU")
     count = workers or (asked.count if asked else 1)
     if count > cores():
         raise UserError(f"--workers {count}: this process may use {cores()} CPU cores; give at most as many")
-    spec = asked.spec if asked else replace(find_devices("cpu").spec, memory_bytes=memory_bytes() // count)
+    spec = (asked or find_devices("cpu")).parts[0].spec
+    if not asked:
+        spec = replace(spec, memory_bytes=memory_bytes() // count)
     spec = replace(spec, cores=cores() // count)
     groups = [Group(str(i), cores=own, threads=len(own)) for i, own in enumerate(core_shares(count))]
     note = f"{why}: running on the CPU" if why else ""
     return Site(Pool(), groups, planner.Devices(spec, count), note)
 
 
-def _gpu_site(found: Sequence[Gpu], devices: str, asked: planner.Devices | None, workers: int | None) -> Site:
-    spec, free, notes = gpu_spec(found[0]), [], []
-    if asked and asked.spec.name != spec.name:
-        raise UserError(f"devices: {devices} is asked for, but this machine has {found[0].name}; use auto")
+def _gpu_site(
+    found: Sequence[Gpu],
+    devices: str,
+    asked: planner.Devices | planner.Mixture | None,
+    workers: int | None,
+) -> Site:
+    kinds = list(dict.fromkeys(gpu.name for gpu in found))
+    types = [part.spec.name for part in asked.parts] if asked else [gpu_spec(gpu).name for gpu in found]
+    if missing := [name for name in types if all(gpu_spec(gpu).name != name for gpu in found)]:
+        raise UserError(
+            f"devices: {devices} is asked for, but this machine has {' and '.join(kinds)}, no {missing[0]}; use auto"
+        )
+    free: dict[str, list[Gpu]] = {name: [] for name in types}
+    notes = []
     for gpu in found:
         used, total = gpu.used_mib / 1024, gpu.memory_mib / 1024
-        if gpu.name != found[0].name:
-            notes.append(f"{gpu.uuid} is left out: it is a {gpu.name}, not a {found[0].name}")
+        if gpu_spec(gpu).name not in free:
+            notes.append(f"{gpu.uuid} is left out: it is a {gpu.name}, and {devices} is asked for")
         elif gpu.used_mib > BUSY * gpu.memory_mib:
             notes.append(f"{gpu.uuid} is left out: other programs use {used:.0f} of its {total:.0f} GiB")
         else:
-            free.append(gpu)
-    wanted = workers or (asked.count if asked else len(free)) or 1
-    if wanted > len(free):
+            free[gpu_spec(gpu).name].append(gpu)
+    counts = {part.spec.name: part.count for part in asked.parts} if asked else {}
+    if workers and len(counts) > 1 and workers != sum(counts.values()):
+        raise UserError(f"--workers {workers}: devices: {devices} says how many of each type there are")
+    if workers and len(counts) == 1:
+        counts = dict.fromkeys(counts, workers)
+    there = [gpu for own in free.values() for gpu in own]
+    chosen = [gpu for name, own in free.items() for gpu in own[: counts.get(name, len(own))]]
+    if workers and not asked:
+        chosen = there[:workers]
+    count = workers or sum(counts.values()) or len(chosen) or 1
+    if count > len(chosen):
         what = f"--workers {workers}" if workers else f"devices: {devices}"
-        there = f"{len(found)} GPU{'s' if len(found) > 1 else ''} here, {len(free)} of them free"
-        raise UserError("; ".join([f"{what}: {there}", *notes]))
+        here = f"{len(found)} GPU{'s' if len(found) > 1 else ''} here, {len(there)} of them free"
+        raise UserError("; ".join([f"{what}: {here}", *notes]))
     groups = [
         Group(str(i), 1, (gpu.uuid,), own, len(own), _fraction(gpu))
-        for i, (gpu, own) in enumerate(zip(free[:wanted], core_shares(wanted), strict=True))
+        for i, (gpu, own) in enumerate(zip(chosen, core_shares(len(chosen)), strict=True))
     ]
-    return Site(Pool(lost=_lost_gpu), groups, planner.Devices(spec, wanted), "; ".join(notes))
+    on = planner.mix(planner.Devices(gpu_spec(gpu), 1) for gpu in chosen)
+    if isinstance(on, planner.Mixture):
+        notes.insert(0, f"on {on}: a worker takes packs that are planned for its own type")
+        taken = {gpu.name: gpu_spec(gpu).name for gpu in chosen}
+        notes += [
+            f"a {name} is planned as a {kind}"
+            for name, kind in taken.items()
+            if kind.split("-")[0] not in name
+        ]
+    return Site(Pool(lost=_lost_gpu), groups, on, "; ".join(notes))
 
 
 def _usable_gpus() -> tuple[list[Gpu], str]:

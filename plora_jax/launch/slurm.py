@@ -88,6 +88,11 @@ def slurm_site(options: LaunchOptions, devices: str) -> Site:
         asked = planner.devices(devices)
     except planner.PlanError as error:
         raise UserError(f"devices: {error}") from None
+    if isinstance(asked, planner.Mixture):
+        raise UserError(
+            f"devices: {devices}: the tasks of a SLURM job array are all alike; name devices of one type, or give each "
+            "type a sweep of its own"
+        )
     count = options.workers or asked.count
     groups = [Group(str(i), gpus=int(asked.spec.name != "cpu")) for i in range(count)]
     launcher = SlurmArray(options.slurm)

@@ -40,9 +40,11 @@ def timeline(view: RunView) -> dict[str, Any]:
 def _planned(view: RunView, packs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     colours = shades(view.jobs)
     lanes: dict[str, dict[str, Any]] = {}
+    several = len({str(pack.get("device")) for pack in packs}) > 1
     for at, pack in enumerate(packs):
         devices, slots = entries(pack.get("devices")) or [0], max(len(entries(pack.get("slots"))), 1)
         name = f"device {devices[0]}" if len(devices) == 1 else f"devices {devices[0]}–{devices[-1]}"
+        name += f", {pack.get('device')}" if several else ""
         lane = lanes.setdefault(name, {"name": name, "slots": 1, "bars": [], "spans": []})
         lane["slots"] = max(lane["slots"], slots)
         start, end = (number(pack.get(key)) or 0.0 for key in ("start_s", "end_s"))

@@ -17,7 +17,7 @@ from plora_jax.engine.rundir import write_atomic
 from plora_jax.errors import UserError
 from plora_jax.model_card import peft_code, vllm_command
 from plora_jax.report.figures import curves, knobs, parallel, shades
-from plora_jax.report.runfiles import RunFiles, entries, job_of, kind, mapping, number
+from plora_jax.report.runfiles import RunFiles, entries, job_of, kind, mapping, mappings, number
 from plora_jax.report.runview import JobView, RunView, read_view
 from plora_jax.report.scale import make_scale, short, span
 from plora_jax.report.stats import label
@@ -363,7 +363,8 @@ def _plan_words(plan: dict[str, Any]) -> str:
     if not plan.get("device"):
         return ""
     gap, makespan = number(plan.get("gap")), number(plan.get("makespan_s"))
-    where = f"{plan.get('device_count')} × {plan['device']}"
+    types = mapping(plan.get("device_types")) or {str(plan["device"]): plan.get("device_count")}
+    where = " + ".join(f"{count} × {name}" for name, count in types.items())
     parts = [f"{number_of(len(entries(plan.get('packs'))), 'pack')} on {where}, method {plan.get('method')}"]
     if gap is not None:
         parts.append(f"at most {100 * gap:.1f} % above the best possible ({plan.get('bound')} bound)")
@@ -376,11 +377,12 @@ def _plan_words(plan: dict[str, Any]) -> str:
 
 def _device(started: dict[str, Any]) -> str:
     devices = mapping(started.get("devices"))
-    name, count = (
-        mapping(devices.get("spec")).get("name") or started.get("device"),
-        number(devices.get("count")),
-    )
-    return "" if not name else f"{count:g} × {name}" if count else str(name)
+    parts = mappings(devices.get("parts")) or [devices]
+    found = [
+        (mapping(part.get("spec")).get("name") or started.get("device"), number(part.get("count")))
+        for part in parts
+    ]
+    return " + ".join(f"{count:g} × {name}" if count else str(name) for name, count in found if name)
 
 
 def _versions(value: Any) -> str:

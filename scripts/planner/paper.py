@@ -57,7 +57,7 @@ def equal_steps_speedup(instance: Instance) -> float:
     """Return the published method's speed-up over Min GPU on its own terms: native batches, 500 steps each."""
     jobs = [replace(job, rows=500 * job.batch_size) for job in instance.jobs]
     own = Instance(jobs, instance.shape, instance.devices, instance.precision, instance.cost)
-    return min_gpu_s(own) / Published(own, native=True).schedule()
+    return min_gpu_s([own]) / Published(own, native=True).schedule()
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -89,7 +89,7 @@ def allowed_by_length(on: str, model: str, batches: tuple[int, ...]) -> str:
         instance = Instance(
             paper_jobs(120, length, batches), MODELS[model], where, "bf16", cost_model(where.spec)
         )
-        cells.append(f"{min_gpu_s(instance) / bounds(instance).seconds:.2f}")
+        cells.append(f"{min_gpu_s([instance]) / bounds(instance).seconds:.2f}")
     return f"| {on} | {model} | 1…{max(batches)} | " + " | ".join(cells) + " |"
 
 

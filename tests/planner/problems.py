@@ -61,6 +61,16 @@ def crowd(seed: int) -> tuple[list[JobSpec], int]:
     return [job(i, *rng.choice(kinds)) for i in range(rng.randint(40, 100))], rng.randint(1, 16)
 
 
+def mixture(jobs: list[JobSpec], on: str, shape=TINY) -> list[Instance]:
+    """Make an instance of each device type, with all the jobs."""
+    out: list[Instance] = []
+    for part in devices(on).parts:
+        first = sum(one.devices.count for one in out)
+        cost = cost_model(part.spec)
+        out.append(Instance(jobs, shape, part, "bf16", cost, shared=True, first=first))
+    return out
+
+
 def cluster(count: int, kind: str = "A100-40GB") -> Devices:
     """Make devices."""
     return devices(f"{count}x{kind}")
