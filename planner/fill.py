@@ -47,7 +47,7 @@ class Filler:
         branch: int = BRANCH,
     ) -> None:
         self.beam, self.branch = beam, branch
-        self.instance, self.degree, self.prices, self.all_left = instance, table.degree, prices, left
+        self.instance, self.degree, self.all_left = instance, table.degree, left
         self.room = C - instance.load_seconds(table.degree)
         self.live = np.flatnonzero(left)
         used = table.tight[:, :, self.live].any(axis=2).all(axis=0)
@@ -55,8 +55,9 @@ class Filler:
         trials = used[table.row] & (table.seconds <= self.room)
         self.row = (np.cumsum(used) - 1)[table.row[trials]]
         self.capacity, self.seconds = table.capacity[trials], table.seconds[trials]
-        scoring = np.array([instance.eval_seconds(table.degree, int(k)) for k in self.live])
-        worth = prices[self.live] - table.degree * scoring
+        scoring = np.array(instance.scoring(table.degree))[self.live]
+        self.prices = prices[self.live]
+        worth = self.prices - table.degree * scoring
         self.ranking = Ranking(table.steps[np.ix_(used, self.live)], worth)
 
     def fill(self) -> tuple[float, State] | None:
@@ -67,11 +68,10 @@ class Filler:
             if not states:
                 break
             found: dict[bytes, State] = {}
-            for state in states:
-                for new in self.extend(state):
-                    key = new.left.tobytes()
-                    if key not in found or new.lost < found[key].lost:
-                        found[key] = new
+            for new in self.extend(states):
+                key = new.left.tobytes()
+                if key not in found or new.lost < found[key].lost:
+                    found[key] = new
             for new in found.values():
                 total = new.lost + self.degree * (self.room - new.used)
                 if best is None or total < best[0]:
@@ -84,46 +84,47 @@ class Filler:
         left[self.live] = best[1].left
         return best[0], best[1]._replace(left=left)
 
-    def extend(self, state: State) -> list[State]:
-        """Return the state with one pack more: the one that fills it best, and those that lose least a second.
+    def extend(self, states: list[State]) -> list[State]:
+        """Return each state with one pack more: the one that fills it best, and those that lose least a second.
 
         Every trial takes the jobs that are worth most a micro-step, up to its capacity.
         """
-        room = self.room - state.used
-        here = np.flatnonzero(self.seconds <= room)
+        rooms = [self.room - state.used for state in states]
+        of_state, here = (self.seconds <= np.array(rooms)[:, None]).nonzero()
         if not len(here):
             return []
         seconds = self.seconds[here]
-        best = self.ranking.best(state.left, self.row[here], self.capacity[here])
-        lost = np.where(best.worth > 0, self.degree * seconds - best.worth, np.inf)
+        left = np.array([state.left for state in states])
+        best = self.ranking.best(left, of_state, self.row[here], self.capacity[here])
+        idle = np.where(best.worth > 0, -best.worth, np.inf)  # what is lost, beyond the group's idling
+        rate = self.degree + idle / seconds
+        kinds, ends = self.kind[self.row[here]], np.searchsorted(of_state, range(len(states) + 1)).tolist()
         out: list[State] = []
-        kinds: set[int] = set()
-        tried: set[bytes] = set()
-        rate = lost / seconds
-        most = 12 * self.branch
-        worst = np.partition(rate, most)[most] if len(rate) > most else np.inf
-        few = np.flatnonzero(rate <= worst)
-        first = few[np.argsort(rate[few], kind="stable")][:most]
-        for c in (int(np.argmin(lost - self.degree * seconds)), *map(int, first)):
-            kind = int(self.kind[best.row[c]])
-            if kind in kinds or not np.isfinite(rate[c]):
-                continue
-            taken = best.taken(c)
-            if taken.tobytes() not in tried:
-                tried.add(taken.tobytes())
-                kinds.add(kind)
-                out += self._with(state, taken, room)
-            if len(kinds) > self.branch:
-                break
+        for state, room, a, b in zip(states, rooms, ends, ends[1:], strict=False):
+            order = a + np.argsort(rate[a:b], kind="stable")[: 12 * self.branch]
+            tried: set[int] = set()
+            packs: set[bytes] = set()
+            for c in (a + int(np.argmin(idle[a:b])), *order.tolist()) if a < b else ():
+                kind = int(kinds[c])
+                if kind in tried or idle[c] == np.inf:
+                    continue
+                taken = best.taken(c)
+                if (key := taken.tobytes()) not in packs:
+                    packs.add(key)
+                    tried.add(kind)
+                    out += self._with(state, taken, room)
+                if len(tried) > self.branch:
+                    break
         return out
 
     def _with(self, state: State, taken: np.ndarray, room: float) -> list[State]:
         """Return the state with a pack of some jobs, timed exactly, or nothing where it is too long."""
-        counts = tuple((int(self.live[k]), int(taken[k])) for k in np.flatnonzero(taken))
+        used = taken.nonzero()[0]
+        counts = tuple(zip(self.live[used].tolist(), taken[used].tolist(), strict=True))
         pack = choose_pack(self.instance, counts, self.degree)
         if pack is None or (seconds := pack.run_s + self.instance.cost.compile_s) > room:
             return []
-        lost = state.lost + self.degree * seconds - float(self.prices[self.live] @ taken)
+        lost = state.lost + self.degree * seconds - float(self.prices @ taken)
         new = State(lost, state.used + seconds, state.left - taken, (*state.packs, pack))
         if self.instance.met is not None:
             remember(self.instance, _group(self.instance, self.degree, new))
@@ -176,12 +177,16 @@ def dive(instance: Instance, tables: Tables, prices: Prices, C: float) -> Soluti
     if instance.busy:
         return fill(instance, tables, prices, left, unused(instance, []), C)
     free, solution = instance.usable, []
+    lost = dict.fromkeys(tables, 0.0)  # a device, when last tried; that only grows as jobs get fewer
     while left.any() and free:
         best: tuple[float, int, State] | None = None
-        for d, table in tables.items():
-            found = Filler(instance, table, prices[d], left, C).fill() if d <= free else None
-            if found and (best is None or found[0] / d < best[0]):
-                best = (found[0] / d, d, found[1])
+        for d in sorted((d for d in tables if d <= free), key=lambda d: (lost[d], d)):
+            if best is not None and best[0] <= lost[d]:
+                break
+            found = Filler(instance, tables[d], prices[d], left, C).fill()
+            lost[d] = found[0] / d if found else np.inf
+            if found and (best is None or lost[d] < best[0]):
+                best = (lost[d], d, found[1])
         if best is None:
             break
         _, d, state = best

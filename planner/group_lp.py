@@ -66,7 +66,8 @@ class Groups:
         if seconds >= least or self.table is None:
             return seconds
         table = self.table
-        self.best = Ranking(table.steps, prices).best(self.jobs, table.row, table.capacity, cut=True)
+        only = np.zeros_like(table.row)
+        self.best = Ranking(table.steps, prices).best(self.jobs[None], only, table.row, table.capacity, cut=True)
         return self._seconds(self.best.worth / table.seconds)
 
     def _seconds(self, rates: np.ndarray) -> float:
@@ -97,7 +98,7 @@ def _columns(best: Best, cells: np.ndarray, packs: np.ndarray, earned: np.ndarra
     out: list[np.ndarray] = []
     rows: set[int] = set()
     for first in fit[np.argsort(-total, kind="stable")]:
-        row = int(best.row[packs[first]])
+        row = int(best.line[packs[first]])
         if row in rows:
             continue
         rows.add(row)
@@ -138,21 +139,51 @@ def _knapsack(cells: np.ndarray, worth: np.ndarray) -> tuple[np.ndarray, np.ndar
     return earned, np.array(needed)
 
 
+class Master:
+    """Hold the linear program over the groups found, which goes on from its last basis; jobs of each class may also be
+    left out, at a penalty.
+    """
+
+    def __init__(self, counts: np.ndarray, penalty: np.ndarray) -> None:
+        from highspy import Highs
+
+        class Quiet(Highs):
+            def enableCallbacks(self) -> None:  # noqa: N802
+                """Do nothing: no callbacks are used, and HiGHS would print its name to standard output."""
+
+        self.highs, self.columns = Quiet(), len(counts)
+        self.highs.silent()
+        self.highs.setOptionValue("threads", 1)
+        for k, n in enumerate(counts):
+            self.highs.addRow(n, np.inf, 0, [], [])
+            self.highs.addCol(penalty[k], 0.0, np.inf, 1, [k], [1.0])
+
+    def add(self, degree: int, groups: list[np.ndarray]) -> None:
+        """Add groups of a degree by their jobs of each class."""
+        self.columns += len(groups)
+        for jobs in groups:
+            used = jobs.nonzero()[0]
+            self.highs.addCol(degree, 0.0, np.inf, len(used), used, jobs[used])
+
+    def solve(self) -> tuple[float, np.ndarray]:
+        """Return the fewest devices, and the duals of the classes."""
+        self.highs.run()
+        return self.highs.getInfo().objective_function_value, np.array(self.highs.getSolution().row_dual)
+
+
 def group_bound(
     instance: Instance, types: Types, low: float, prices: np.ndarray, rounds: int = ROUNDS
 ) -> tuple[float, np.ndarray]:
     """Return a bound, which may be below the known one `low`, and its prices in seconds × devices; `prices` are the
     configuration LP's.
     """
-    from scipy.optimize import linprog
-
     groups = [Groups(instance, types, d, TOP * low) for d in instance.degrees]
     n, G = np.array([n for _, n in instance.counts], dtype=float), instance.usable
     now = prices * G / (n @ prices)  # so that a device earns 1
-    columns, devices = list(np.eye(len(n))), list(TRUST * now)
+    master = Master(n, TRUST * now)
     bound, good = 0.0, now
     for _ in range(rounds):
-        share, least, known = float(n @ now) / G, TOP * low, len(columns)  # longer packs are in no table
+        share, least, known = float(n @ now) / G, TOP * low, master.columns  # longer packs are in no table
         for group in list(groups):
             seconds = group.offer(now, share, least)
             if seconds >= least:
@@ -160,8 +191,7 @@ def group_bound(
             found = group.look(max(bound, low))
             if found is not None:
                 seconds, jobs = found
-                columns += jobs
-                devices += [group.degree] * len(jobs)
+                master.add(group.degree, jobs)
             if seconds < least:
                 least = seconds
                 groups.remove(group)
@@ -170,11 +200,11 @@ def group_bound(
                 break
         if least > bound:
             bound, good = least, now
-        if len(columns) == known:
+        if master.columns == known:
             break
-        answer = linprog(devices, A_ub=-np.array(columns).T, b_ub=-n, method="highs")
-        if answer.x is None or answer.fun <= G * (1 + 1e-6):
+        devices, duals = master.solve()
+        if devices <= G * (1 + 1e-6):
             break
-        now = (1 - NEW) * now / share - NEW * answer.ineqlin.marginals
+        now = (1 - NEW) * now / share + NEW * duals
     load = min(group.load for group in groups)
     return bound * (1 - 1e-9), good * G * (max(bound, low) - load) / (n @ good)

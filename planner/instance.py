@@ -292,6 +292,13 @@ class Instance:
             self.cache[key] = self.cost.eval_seconds(cost, job.eval_tokens, job.state_bytes)
         return self.cache[key]
 
+    def scoring(self, degree: int) -> list[float]:
+        """Return the time to score and export one job of each class."""
+        key = ("scoring", degree)
+        if key not in self.cache:
+            self.cache[key] = [self.eval_seconds(degree, k) for k in range(len(self.classes))]
+        return self.cache[key]
+
     def load_seconds(self, degree: int) -> float:
         """Return the time to bring the base onto a group."""
         return self.cost.load_seconds(self.shape, degree, self.precision)

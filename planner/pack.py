@@ -134,8 +134,9 @@ def choose_pack(instance: Instance, counts: Counts, degree: int) -> Choice | Non
     if key in instance.packs:
         return instance.packs[key]
     need = instance.need(counts)
-    scoring = sum(n * instance.eval_seconds(degree, k) for k, n in counts)
-    N = sum(n for _, n in counts)
+    scored = instance.scoring(degree)
+    scoring = sum([n * scored[k] for k, n in counts])
+    N = sum([n for _, n in counts])
     best: tuple | None = None
     least = float("inf")
     for m, options in instance.programs(degree, need):
@@ -145,11 +146,12 @@ def choose_pack(instance: Instance, counts: Counts, degree: int) -> Choice | Non
             s = steps_of[k]
             count_of[s] = count_of.get(s, 0) + n
         tally = tuple(sorted(count_of.items(), reverse=True))
-        work = sum(s * n for s, n in tally)
+        work = sum([s * n for s, n in tally])
+        longest = tally[0][0]
         for t0, slot_s, limit, policy in options:
             for J in slot_counts(tally, N, work, limit):
                 step_s = t0 + J * slot_s
-                if max(tally[0][0], -(-work // J)) * step_s >= least:
+                if longest * step_s >= least or -(-work // J) * step_s >= least:
                     continue
                 steps = pack_steps(instance, tally, J)
                 if steps * step_s < least:

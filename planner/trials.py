@@ -48,58 +48,55 @@ def make_table(instance: Instance, types: Types, degree: int, room: float, most:
             programs.setdefault(need, []).append(t)
     own, jobs = instance.own_needs, np.array([n for _, n in instance.counts])
     buckets, lengths = np.array([need.bucket for need in own]), np.array([need.S for need in own])
-    rows: list[np.ndarray] = []
-    kinds: list[int] = []
-    tight: list[tuple[np.ndarray, np.ndarray]] = []
-    trials: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-    count = 0
+    parts: list[tuple[np.ndarray, ...]] = []
+    n_rows, n_trials = 0, 0
     for kind, ((need, _, _), of_policy) in enumerate(programs.items()):
         pairs = np.flatnonzero(types.t == of_policy[0])
         steps = np.zeros(len(own), dtype=int)
         steps[types.k[pairs]] = types.steps[pairs]
-        longest = room / min(types.t0[t] + types.slot_s[t] for t in of_policy)
-        work = jobs * steps
-        spans = [(L, L) for L in _lengths(steps)] if most is None else _spans(steps, longest)
-        for L, upto in spans:
-            needed = -(-int(work[steps <= upto].sum()) // upto)  # slots that hold all jobs side by side
-            slots = [_slots(min(int(types.limit[t]), needed), most is not None) for t in of_policy]
-            size = np.concatenate(slots) * upto
-            step_s = np.concatenate(
-                [types.t0[t] + J * types.slot_s[t] for t, J in zip(of_policy, slots, strict=True)]
-            )
-            order = np.lexsort((step_s, -size))
-            size, seconds = size[order], L * step_s[order] + instance.cost.compile_s
-            least = np.minimum.accumulate(seconds)
-            kept = np.concatenate([[True], seconds[1:] < least[:-1]]) & (seconds <= room)
-            if kept.any():
-                trials.append((np.full(kept.sum(), len(rows)), size[kept], seconds[kept]))
-                rows.append(np.where(steps <= upto, steps, 0))
-                kinds.append(kind)
-                tight.append((buckets == need.bucket, lengths == need.S))
-                count += len(trials[-1][0])
-        if most is not None and count > most:
+        J, step_s = _useful(types, of_policy)
+        spans = _lengths(steps) if most is None else _spans(steps, room / step_s.min())
+        L, upto = np.array(spans, dtype=int).reshape(-1, 2).T
+        held = np.where(steps <= upto[:, None], steps, 0)
+        needed = -(-(held @ jobs) // upto)  # slots that hold all jobs side by side
+        seconds = L[:, None] * step_s + instance.cost.compile_s
+        kept = (needed[:, None] >= J) & (seconds <= room)
+        if most is None:
+            kept &= (J <= 24) | (J % 4 == 0) | (needed[:, None] == J) | np.isin(J, types.limit[of_policy])
+        row, trial = kept.nonzero()
+        rows, row = np.unique(row, return_inverse=True)
+        tight = np.tile((buckets == need.bucket, lengths == need.S), (len(rows), 1, 1))
+        capacity = J[trial] * upto[rows][row]
+        parts.append((held[rows], np.full(len(rows), kind), tight, row + n_rows, capacity, seconds[kept]))
+        n_rows, n_trials = n_rows + len(rows), n_trials + len(row)
+        if most is not None and n_trials > most:
             raise TooManyError
-    row, capacity, seconds = (
-        map(np.concatenate, zip(*trials, strict=True)) if trials else (np.zeros(0, dtype=int),) * 3
-    )
-    return Table(
-        degree,
-        np.array(rows).reshape(-1, len(own)),
-        np.array(kinds),
-        np.array(tight, dtype=bool).reshape(-1, 2, len(own)).transpose(1, 0, 2),
-        row,
-        capacity,
-        seconds,
-    )
+    steps, kinds, tight, row, capacity, seconds = map(np.concatenate, zip(*parts, strict=True))
+    return Table(degree, steps, kinds, tight.transpose(1, 0, 2), row, capacity, seconds)
 
 
-def _lengths(steps: np.ndarray) -> list[int]:
-    """Return the micro-steps a pack may last: multiples of its jobs' own, near ones once."""
+def _useful(types: Types, of_policy: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers of slots of a program, the most first, and the least seconds of a step that each takes; those
+    that more slots beat are left out.
+    """
+    slots = [np.arange(1, int(types.limit[t]) + 1) for t in of_policy]
+    J = np.concatenate(slots)
+    step_s = np.concatenate(
+        [types.t0[t] + own * types.slot_s[t] for t, own in zip(of_policy, slots, strict=True)]
+    )
+    order = np.lexsort((step_s, -J))
+    J, step_s = J[order], step_s[order]
+    useful = np.append(True, step_s[1:] < np.minimum.accumulate(step_s)[:-1])
+    return J[useful], step_s[useful]
+
+
+def _lengths(steps: np.ndarray) -> list[tuple[int, int]]:
+    """Return the micro-steps a pack may last, as spans of one: multiples of its jobs' own, near ones once."""
     out: list[int] = []
     for L in sorted({int(w * s) for s in set(steps[steps > 0]) for w in range(1, WAVES + 1)}):
         if not out or 1.02 * out[-1] < L:
             out.append(L)
-    return out
+    return [(L, L) for L in out]
 
 
 def _spans(steps: np.ndarray, longest: float) -> list[tuple[int, int]]:
@@ -128,30 +125,24 @@ def _spans(steps: np.ndarray, longest: float) -> list[tuple[int, int]]:
     return out
 
 
-def _slots(limit: int, every: bool) -> np.ndarray:
-    """Return the numbers of slots to try: all of few, every fourth of many, the most that fit."""
-    J = np.arange(1, limit + 1)
-    return J[every | (J <= 24) | (J % 4 == 0) | (limit == J)]
-
-
 class Best(NamedTuple):
-    """Hold the jobs worth most that each trial takes: the first `whole` classes of its row's order and `part` jobs of
-    the next.
+    """Hold the jobs worth most that each trial takes: the first `whole` classes of its line's order and `part` jobs of
+    the next. A line is a row of the table and the jobs of one state.
     """
 
-    order: np.ndarray  # [row, class]
-    jobs: np.ndarray  # [row, class] jobs there are, in that order
-    row: np.ndarray  # [trial]
+    order: np.ndarray  # [line, class]
+    jobs: np.ndarray  # [line, class] jobs there are, in that order
+    line: np.ndarray  # [trial]
     whole: np.ndarray  # [trial]
     part: np.ndarray  # [trial]
     worth: np.ndarray  # [trial]
 
     def taken(self, trial: int) -> np.ndarray:
         """Return the jobs of each class that a trial takes."""
-        row, whole = self.row[trial], self.whole[trial]
+        line, whole = self.line[trial], self.whole[trial]
         taken = np.zeros(self.jobs.shape[1], dtype=self.part.dtype)
-        at = self.order[row, : whole + 1]
-        taken[at] = self.jobs[row, : whole + 1]
+        at = self.order[line, : whole + 1]
+        taken[at] = self.jobs[line, : whole + 1]
         if whole < len(taken):
             taken[at[-1]] = self.part[trial]
         return taken
@@ -167,20 +158,28 @@ class Ranking:
         self.member, self.steps = steps > 0, np.maximum(steps, 1)
         self.worth = np.where(self.member, worth[self.order], 0.0)
 
-    def best(self, jobs: np.ndarray, row: np.ndarray, capacity: np.ndarray, cut: bool = False) -> Best:
-        """Fill every trial with the jobs that are worth most a micro-step, up to its capacity; `cut` fills it wholly,
-        with a share of the last job.
+    def best(
+        self, jobs: np.ndarray, state: np.ndarray, row: np.ndarray, capacity: np.ndarray, cut: bool = False
+    ) -> Best:
+        """Fill every trial with the jobs [state, class] that are worth most a micro-step, up to its capacity; `cut` fills
+        it wholly, with a share of the last job.
         """
-        jobs = np.where(self.member, jobs[self.order], 0)
-        R, K = jobs.shape
-        work, value = np.zeros((R, K + 1), dtype=np.int64), np.zeros((R, K + 1))
-        np.cumsum(jobs * self.steps, axis=1, out=work[:, 1:])
-        np.cumsum(jobs * self.worth, axis=1, out=value[:, 1:])
+        R, K = self.order.shape
+        line = state * R + row
+        used = np.zeros(len(jobs) * R, dtype=bool)
+        used[line] = True
+        lines = used.nonzero()[0]
+        line, rows = (np.cumsum(used) - 1)[line], lines % R
+        order, steps, worth = self.order[rows], self.steps[rows], self.worth[rows]
+        jobs = jobs[(lines // R)[:, None], order] * self.member[rows]
+        work, value = np.zeros((len(lines), K + 1), dtype=np.int64), np.zeros((len(lines), K + 1))
+        np.cumsum(jobs * steps, axis=1, out=work[:, 1:])
+        np.cumsum(jobs * worth, axis=1, out=value[:, 1:])
         stride = int(work[:, -1].max()) + int(capacity.max()) + 1
-        rising = (work + stride * np.arange(R)[:, None]).ravel()
-        whole = np.searchsorted(rising, capacity + stride * row, side="right") - 1 - row * (K + 1)
+        rising = (work + stride * np.arange(len(lines))[:, None]).ravel()
+        whole = np.searchsorted(rising, capacity + stride * line, side="right") - 1 - line * (K + 1)
         last = np.minimum(whole, K - 1)
-        room, steps = capacity - work[row, whole], self.steps[row, last]
-        part = np.where(whole < K, room / steps if cut else room // steps, 0)
-        part = np.minimum(part, jobs[row, last])
-        return Best(self.order, jobs, row, whole, part, value[row, whole] + part * self.worth[row, last])
+        room, step = capacity - work[line, whole], steps[line, last]
+        part = np.where(whole < K, room / step if cut else room // step, 0)
+        part = np.minimum(part, jobs[line, last])
+        return Best(order, jobs, line, whole, part, value[line, whole] + part * worth[line, last])

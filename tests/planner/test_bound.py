@@ -181,7 +181,7 @@ def test_a_pack_filled_with_a_cut_job_is_worth_no_less_than_with_any_whole_jobs(
         most = max(float(way @ worth) for way in ways if way @ steps[0] <= capacity)
         row, size = np.array([0]), np.array([capacity])
         ranking = Ranking(steps, worth)
-        cut, whole = ranking.best(jobs, row, size, cut=True), ranking.best(jobs, row, size)
+        cut, whole = ranking.best(jobs[None], row, row, size, cut=True), ranking.best(jobs[None], row, row, size)
         assert whole.worth[0] <= most + 1e-9 and most <= cut.worth[0] + 1e-9
         assert cut.taken(0) @ steps[0] == pytest.approx(min(capacity, int(jobs @ steps[0])))
         assert whole.taken(0) @ worth == pytest.approx(whole.worth[0])
