@@ -67,7 +67,9 @@ class Groups:
             return seconds
         table = self.table
         only = np.zeros_like(table.row)
-        self.best = Ranking(table.steps, prices).best(self.jobs[None], only, table.row, table.capacity, cut=True)
+        self.best = Ranking(table.steps, prices).best(
+            self.jobs[None], only, table.row, table.capacity, cut=True
+        )
         return self._seconds(self.best.worth / table.seconds)
 
     def _seconds(self, rates: np.ndarray) -> float:
@@ -148,7 +150,7 @@ class Master:
         from highspy import Highs
 
         class Quiet(Highs):
-            def enableCallbacks(self) -> None:  # noqa: N802
+            def enableCallbacks(self) -> None:
                 """Do nothing: no callbacks are used, and HiGHS would print its name to standard output."""
 
         self.highs, self.columns = Quiet(), len(counts)

@@ -37,9 +37,9 @@ class Effort:
     machine.
     """
 
-    recuts: int = 90
-    proposals: int = 3_000
-    dives: int = 8
+    recuts: int = 60
+    proposals: int = 2_000
+    dives: int = 6
     restarts: int = 1
 
 

@@ -161,8 +161,8 @@ class Ranking:
     def best(
         self, jobs: np.ndarray, state: np.ndarray, row: np.ndarray, capacity: np.ndarray, cut: bool = False
     ) -> Best:
-        """Fill every trial with the jobs [state, class] that are worth most a micro-step, up to its capacity; `cut` fills
-        it wholly, with a share of the last job.
+        """Fill every trial with the jobs [state, class] that are worth most a micro-step, up to its capacity; `cut`
+        fills it wholly, with a share of the last job.
         """
         R, K = self.order.shape
         line = state * R + row

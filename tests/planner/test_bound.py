@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import linprog
 
 from planner import JobSpec, Options, check_plan, decoder_shape, make_plan
 from planner.config_lp import lp_bound, make_types, solve
 from planner.exact import exact
-from planner.group_lp import CELLS, TOP, Groups, _knapsack, group_bound
+from planner.group_lp import CELLS, TOP, Groups, Master, _knapsack, group_bound
 from planner.groups import makespan
 from planner.ours import bounds
 from planner.trials import Ranking
@@ -181,10 +182,32 @@ def test_a_pack_filled_with_a_cut_job_is_worth_no_less_than_with_any_whole_jobs(
         most = max(float(way @ worth) for way in ways if way @ steps[0] <= capacity)
         row, size = np.array([0]), np.array([capacity])
         ranking = Ranking(steps, worth)
-        cut, whole = ranking.best(jobs[None], row, row, size, cut=True), ranking.best(jobs[None], row, row, size)
+        cut, whole = (
+            ranking.best(jobs[None], row, row, size, cut=True),
+            ranking.best(jobs[None], row, row, size),
+        )
         assert whole.worth[0] <= most + 1e-9 and most <= cut.worth[0] + 1e-9
         assert cut.taken(0) @ steps[0] == pytest.approx(min(capacity, int(jobs @ steps[0])))
         assert whole.taken(0) @ worth == pytest.approx(whole.worth[0])
+
+
+def test_the_linear_program_over_groups_goes_on_as_if_begun_anew(capfd):
+    """Every time its devices and duals are an optimum's, by scipy's solver and weak duality; it prints nothing."""
+    rng = np.random.default_rng(0)
+    n, penalty = np.array([3.0, 5.0, 2.0]), np.array([4.0, 3.0, 5.0])
+    master, columns, costs = Master(n, penalty), [*np.eye(3)], [*penalty]
+    for _ in range(6):
+        degree, groups = int(rng.choice((1, 2, 4))), list(rng.integers(0, 4, (3, 3)))
+        master.add(degree, groups)
+        columns, costs = [*columns, *groups], [*costs, *(3 * [degree])]
+        devices, duals = master.solve()
+        best = linprog(costs, A_ub=-np.array(columns).T, b_ub=-n)
+        assert master.columns == len(columns) and devices == pytest.approx(best.fun)
+        assert (
+            n @ duals == pytest.approx(devices)
+            and (np.array(columns) @ duals <= np.array(costs) + 1e-9).all()
+        )
+    assert capfd.readouterr().out == ""
 
 
 def test_the_checker_proves_a_bound_by_its_prices_and_by_no_others():

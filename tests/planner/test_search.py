@@ -12,10 +12,11 @@ from planner.fill import Filler, dive, make_tables
 from planner.greedy import greedy
 from planner.groups import make_group, makespan, remember
 from planner.master import PRECISE, Master
-from planner.ours import Effort, bounds, ours
+from planner.ours import LEAST_RENT, Bound, Effort, bounds, ours
 from planner.pack import choose_pack, group_seconds, merge_counts
 from planner.recut import recut
 from planner.search import improve
+from planner.trials import Ranking
 from tests.planner.problems import instance, job
 
 JOBS = [job(i, 8 * 2 ** (i % 5), 2 ** (i % 4), i % 3, 1 + i % 3, 20_000 * (i % 2)) for i in range(36)]
@@ -65,6 +66,57 @@ def test_a_group_is_filled_within_its_time_and_what_it_loses_is_accounted(proble
         worth = sum(n * prices[d][k] for k, n in taken)
         assert lost == pytest.approx(d * (C - problem.load_seconds(d)) - worth, rel=1e-6)
         assert lost >= -1e-3 * C, "no pack is worth more than its time"
+
+
+def test_packs_of_several_states_are_those_of_each_alone(problem, priced):
+    """A beam's states are filled together, each from its own jobs: those dearest a micro-step that fit the slots."""
+    _, prices, tables = priced
+    table, rng = tables[1], np.random.default_rng(0)
+    jobs = np.array([n for _, n in problem.counts])
+    ranking, left = Ranking(table.steps, prices[1]), np.array([jobs, rng.integers(0, jobs + 1), jobs // 2])
+    n = len(table.row)
+    states, trials = np.repeat([2, 0, 1], n), np.tile(np.arange(n), 3)
+    found = ranking.best(left, states, table.row[trials], table.capacity[trials])
+    for t in rng.choice(3 * n, 60, replace=False):
+        row, room, taken = table.row[trials[t]], table.capacity[trials[t]], np.zeros(len(jobs), dtype=int)
+        steps = table.steps[row]
+        for k in sorted(np.flatnonzero(steps), key=lambda k: -prices[1][k] / steps[k]):
+            taken[k] = min(left[states[t]][k], room // steps[k])
+            room -= taken[k] * steps[k]
+            if taken[k] < left[states[t]][k]:
+                break
+        assert (found.taken(t) == taken).all()
+        assert found.worth[t] == pytest.approx(taken @ prices[1])
+
+
+def test_a_dive_tries_the_degrees_that_may_lose_least(problem, priced, monkeypatch):
+    """The same groups as when every degree is tried for every group, with fewer tries."""
+    C, prices, tables = priced
+    tried = []
+
+    class Watched(Filler):
+        def fill(self):
+            tried.append(self.degree)
+            return super().fill()
+
+    monkeypatch.setattr("planner.fill.Filler", Watched)
+    groups = dive(problem, tables, prices, 1.05 * C)
+    left, free = np.array([n for _, n in problem.counts]), 5
+    for group in groups:
+        lost = {d: Filler(problem, tables[d], prices[d], left, 1.05 * C).fill() for d in tables if d <= free}
+        if not all(lost.values()):
+            break  # the last jobs are put into groups filled before
+        least = min(lost, key=lambda d: lost[d][0] / d)
+        assert group.degree == least
+        left, free = lost[least][1].left, free - least
+    assert set(tried) == {1, 2, 4} and len(tried) < 2 * len(groups)
+
+
+def test_groups_are_filled_at_what_they_cost():
+    """Jobs are worth more to groups whose devices cost less, and where devices cost the same, as much to all."""
+    bound = Bound(1.0, "lp", np.array([2.0, 6.0]), {1: 0.5, 2: 2.0, 4: 5.0, 8: 0.0})
+    worth = {d: list(prices) for d, prices in bound.worth(np.array([1.0, 0.5])).items()}
+    assert worth == {1: [4.0, 6.0], 2: [2.0, 3.0], 4: [1.6, 2.4], 8: [2.0 / LEAST_RENT, 3.0 / LEAST_RENT]}
 
 
 def test_a_group_of_few_jobs_is_filled_best():
