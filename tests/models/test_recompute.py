@@ -71,7 +71,7 @@ def test_states_and_gradients_stay(case, fields):
 
 
 def test_written_out_layers_that_recompute_hold_less(tmp_path):
-    """XLA would make one of a layer's forward pass and its recomputation; barriers keep them apart, weights uncopied."""
+    """XLA would make one of a layer's forward pass and its recomputation; barriers keep both, no copies of weights."""
     wide = {"intermediate_size": 512, "num_hidden_layers": 8}
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | wide))
     base = abstract_base(str(tmp_path), jnp.float32)
