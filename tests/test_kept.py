@@ -102,8 +102,12 @@ def test_a_kept_step_is_found_before_the_weights_and_is_the_same_in_every_bit(ba
     kept_step(abstract).seek(2, [Shape(8, 8)])
     (found,) = kept._found.values()
     assert found.result() is not None
+    (file,) = keeps.iterdir()
+    os.utime(file, (1000, 1000))
     assert equal(want, train(base, kept_step(base)))
     assert "step" not in traced
+    forget()
+    assert kept_step(base)._seek(AT).result() and file.stat().st_mtime > 1000  # it is in use
 
 
 def test_a_restored_state_goes_on_by_the_same_program(base, keeps):

@@ -3,7 +3,8 @@
 JAX keeps compiled programs too, but names one by its lowered form, so that finding it takes tracing and lowering the
 step: 9 s for the 28 written-out layers of a 7B model and their Mosaic kernels. Here a step is named by all that it is
 traced from, which is known before any weight is read: the source of these packages, versions, the device, JAX's
-settings, the model, the pack's specification and the shape of the batch.
+settings, the model, the pack's specification and the shape of the batch. What JAX finds in its own cache all the same
+is not kept here: XLA on CPU cannot write it again.
 """
 
 import hashlib
@@ -38,7 +39,8 @@ from plora_jax.training.step import (
     weight_dtype,
 )
 
-MOST = 64  # files; the oldest go first
+MOST = 128  # files; those that were not used for longest go first
+HELD = 32  # programs in memory, beside those of a pack in training
 SOURCES = ("plora_jax", "pallas_kernels", "planner")
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 CUDA = [f"{name}{major}" for major in (12, 13) for name in ("nvidia-cudnn-cu", "nvidia-cublas-cu")]
@@ -139,6 +141,8 @@ class KeptStep:
         if name not in _found:
             state, params, batch = self._arguments(at)
             trees = jax.tree.structure(((state, params, batch), {})), jax.tree.structure((state, _METRICS))
+            while len(_found) >= HELD:
+                _found.pop(next(iter(_found)))
             _found[name] = _reader.submit(_read, name, *trees)
         return _found[name]
 
@@ -150,7 +154,7 @@ class KeptStep:
         if found is None:
             before, lowered = _hits, self.jitted.lower(*self._arguments(at))  # type: ignore[attr-defined]
             found = lowered.compile()
-            if _hits == before:  # XLA on CPU cannot write again in full what JAX found in its cache
+            if _hits == before:  # a program that was read once would be written without some of its functions
                 _write(name, found)
             _found[name] = Future()
             _found[name].set_result(found)
@@ -192,11 +196,15 @@ def _versions() -> list[tuple[str, str]]:
 def _read(name: str, inputs: Any, outputs: Any) -> Any:
     """Return the program of a file, None where there is none that is whole."""
     place = folder()
+    if place is None:
+        return None
     try:
-        content = (place / name).read_bytes() if place else b""
-        if not content or content[:32] != hashlib.sha256(content[32:]).digest():
+        content = (place / name).read_bytes()
+        if content[:32] != hashlib.sha256(content[32:]).digest():
             return None
         found = deserialize_and_load(content[32:], inputs, outputs, execution_devices=[jax.devices()[0]])
+        with suppress(OSError):  # another's cache
+            os.utime(place / name)
     except FileNotFoundError:
         return None
     except Exception as error:  # whatever a file of another world raises, the step can be compiled
