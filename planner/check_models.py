@@ -9,6 +9,7 @@ from planner.devices import Devices
 from planner.specs import JobSpec, ModelShape
 from planner.time import CostModel
 
+FEW = 38e6  # tokens · d_ff; see planner/memory.py
 WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1.03, "fp8": 1.03, "nf4": 0.56}
 
 
@@ -85,14 +86,26 @@ def pack_bytes(
     key_value = 2 * shape.n_kv_heads * shape.head_dim
     everything = 7 * shape.d_model + 5 * shape.d_ff + 2 * query + key_value
     products = 3 * shape.d_model + 2 * shape.d_ff + query + key_value
-    kept = {"layer": shape.d_model, "dots": products, "none": everything}[policy]
+    kept = tokens * {"layer": shape.d_model, "dots": products, "none": everything}[policy]
+    gradients = wide  # bytes a number of the adapters, beside what the layers keep
+    if policy == "none" and devices.spec.name != "cpu":  # written out
+        gradients = 0
+        lean = 4 * shape.d_model + 3 * shape.d_ff + 2 * query + key_value
+        rows = m * S
+        filled = rows % 8 == 0 and math.ceil(rows / 128) * 128 <= 1.07 * rows and max(slots) <= 256
+        deep = shape.d_model >= 1024 and shape.d_model % 64 == 0 and shape.d_ff % 64 == 0
+        if devices.spec.fused and degree == 1 and precision == "bf16" and filled and deep:
+            some, many = 256 * devices.spec.fused / math.ceil(shape.d_ff / 256), lean
+        else:
+            some, many = FEW / shape.d_ff, lean + shape.d_ff
+        kept = max(min(tokens, some) * (lean + 2 * shape.d_ff), tokens * many)
     layers = layer_params(shape)
     weights = layers * WEIGHT_BYTES[precision] + (shape.n_params - layers) * wide
     one = layers / shape.n_layers * wide
     whole = weights / degree + (2 * one if degree > 1 else 0) + (one if WEIGHT_BYTES[precision] < wide else 0)
     if precision == "fp8" and policy != "none":
         whole += layers / degree
-    a_number = 4 * (3 + adamw + summed) + (2 if wide == 2 else 0)
+    a_number = 4 * (2 + adamw + summed) + (2 if wide == 2 else 0) + gradients
     adapters = sum(slots) * params_per_rank(shape, targets) * a_number / degree
     scores = 0.0
     if devices.spec.attention == "xla":
@@ -101,9 +114,9 @@ def pack_bytes(
         factor.fixed_bytes
         + factor.weights * whole
         + factor.adapters * adapters
-        + getattr(factor, f"saved_{policy}") * tokens * shape.n_layers * kept * wide
+        + getattr(factor, f"saved_{policy}") * shape.n_layers * kept * wide
         + factor.working * tokens * everything * wide
         + factor.attention * scores
-        + factor.logits * 12 * min(tokens, 1024) * shape.vocab_size
+        + factor.logits * (4 + wide) * min(tokens, 1024) * shape.vocab_size
     )
     return total * (1 + factor.margin)

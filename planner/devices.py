@@ -15,7 +15,7 @@ GiB = 2**30
 @dataclass(frozen=True)
 class DeviceSpec:
     """Describe one device type: memory in bytes, the share of it a step may use, devices a host, attention
-    kernel, whether it multiplies fp8 numbers.
+    kernel, whether it multiplies fp8 numbers, multiprocessors if the fused kernel serves it.
     """
 
     name: str
@@ -26,6 +26,7 @@ class DeviceSpec:
     max_degree: int = 8
     cores: int = 0  # of a CPU
     fp8: bool = True
+    fused: int = 0  # multiprocessors that share a fused product's tiles; 0: no such kernel
 
     @property
     def limit_bytes(self) -> int:
@@ -108,8 +109,8 @@ DEVICES = {
     for spec in (
         DeviceSpec("A100-40GB", 40_960 * 2**20, fp8=False),
         DeviceSpec("A100-80GB", 81_920 * 2**20, fp8=False),
-        DeviceSpec("H100", 81_559 * 2**20),
-        DeviceSpec("H200", 143_771 * 2**20),
+        DeviceSpec("H100", 81_559 * 2**20, fused=132),
+        DeviceSpec("H200", 143_771 * 2**20, fused=132),
         DeviceSpec("B200", 183_359 * 2**20),
         DeviceSpec("A10", 23_028 * 2**20, fp8=False),
         DeviceSpec("L40S", 46_068 * 2**20),

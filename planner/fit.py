@@ -1,9 +1,9 @@
 """Fit the memory and the time model to measured points, and judge both on points that were held out.
 
-Memory points come from `compiled.memory_analysis()` of the real step: {"model": {…ModelShape…}, "precision",
-"attention", "degree", "J", "m", "S", "rank_bucket", "policy", "optimizer", "accumulate" (true if absent),
-"bytes"}. Time points from profiles of one model, degree, policy and precision: {"J", "m", "S", "rank_bucket",
-"seconds"}.
+Memory points come from `compiled.memory_analysis()` of the real step on a GPU: {"model": {…ModelShape…},
+"precision", "attention", "fused" (multiprocessors for the fused kernel; 0 if absent), "degree", "J", "m", "S",
+"rank_bucket", "policy", "optimizer", "accumulate" (true if absent), "bytes"}. Time points from profiles of one
+model, degree, policy and precision: {"J", "m", "S", "rank_bucket", "seconds"}.
 """
 
 import json
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from planner.devices import DeviceSpec
 from planner.errors import PlanError
 from planner.memory import MemoryModel, StepShape, memory_terms, step_memory
 from planner.specs import ModelShape
@@ -28,7 +29,7 @@ class MemoryPoint(NamedTuple):
     shape: ModelShape
     step: StepShape
     precision: str
-    attention: str
+    device: DeviceSpec
     bytes: float
 
 
@@ -75,7 +76,7 @@ def read_memory_points(path: str | Path) -> list[MemoryPoint]:
                     accumulate=row.get("accumulate", True),
                 ),
                 row["precision"],
-                row["attention"],
+                DeviceSpec("GPU", 0, attention=row["attention"], fused=row.get("fused", 0)),
                 float(row["bytes"]),
             )
             for row in rows
@@ -96,7 +97,7 @@ def fit_memory(points: Sequence[MemoryPoint], held_out: Sequence[MemoryPoint]) -
     """
     from scipy.optimize import nnls
 
-    rows = [memory_terms(p.shape, p.step, p.precision, p.attention) for p in points]
+    rows = [memory_terms(p.shape, p.step, p.precision, p.device) for p in points]
     told = [name for name in FACTORS if any(row.get(name) for row in rows)]
     if len(points) < len(told) + 1:
         raise PlanError(f"{len(points)} memory points cannot tell {len(told) + 1} factors; measure more")
@@ -123,7 +124,7 @@ def fit_memory(points: Sequence[MemoryPoint], held_out: Sequence[MemoryPoint]) -
 
 
 def _memory_error(model: MemoryModel, p: MemoryPoint) -> float:
-    return step_memory(p.shape, p.step, p.precision, model, p.attention) / p.bytes - 1
+    return step_memory(p.shape, p.step, p.precision, p.device, model) / p.bytes - 1
 
 
 def judge(errors: Sequence[float]) -> Fit:

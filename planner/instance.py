@@ -3,13 +3,14 @@ coefficients.
 """
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 from planner.devices import Devices
 from planner.errors import PlanError
-from planner.memory import HEAD_CHUNK, StepShape, memory_terms, step_memory
+from planner.memory import StepShape, step_memory
 from planner.signature import POLICIES, divisors, length_bucket
 from planner.specs import PRECISION_BYTES, JobSpec, ModelShape
 from planner.time import CostModel, StepCost
@@ -173,7 +174,7 @@ class Instance:
         """Return the bytes a device needs for one job of a class alone under the thriftiest policy."""
         need = self.need(((k, 1),))
         step = step_shape(degree, 1, 1, "layer", need)
-        return step_memory(self.shape, step, precision, self.cost.memory, self.devices.spec.attention)
+        return step_memory(self.shape, step, precision, self.devices.spec, self.cost.memory)
 
     @cached_property
     def own_needs(self) -> list[Need]:
@@ -217,30 +218,19 @@ class Instance:
     def memory(self, degree: int, J: int, m: int, policy: str, need: Need) -> int:
         """Predict the bytes of a packed step on each device."""
         step = step_shape(degree, J, m, policy, need)
-        return step_memory(self.shape, step, self.precision, self.cost.memory, self.devices.spec.attention)
+        return step_memory(self.shape, step, self.precision, self.devices.spec, self.cost.memory)
 
     def slot_limit(self, degree: int, m: int, policy: str, need: Need) -> int:
-        """Return the largest J whose step fits the memory limit; 0 where none does.
-
-        Memory is affine in J but for the logits, which stop growing at a chunk: both pieces are solved.
-        """
+        """Return the largest J whose step fits the memory limit; 0 where none does. More slots never take less."""
         sums = m != need.whole
         key = ("slots", degree, m, policy, need.bucket, need.S_max, need.optimizer, need.targets, sums)
         if key not in self.cache:
-            step = step_shape(degree, 1, m, policy, need)
-            model = self.cost.memory
-            terms = memory_terms(self.shape, step, self.precision, self.devices.spec.attention)
-            bytes_of = {name: getattr(model, name) * value for name, value in terms.items()}
-            room = self.limit / (1 + model.margin) - model.fixed_bytes - bytes_of["weights"] - 2
-            slot = sum(value for name, value in bytes_of.items() if name not in ("weights", "logits"))
-            tokens = m * need.S_max / degree
-            logit = model.logits * 12.0 * self.shape.vocab_size
-            whole = int((room - logit * HEAD_CHUNK) // slot)
-            if whole * tokens >= HEAD_CHUNK:
-                self.cache[key] = whole
-            else:
-                self.cache[key] = max(0, min(int(room // (slot + logit * tokens)), int(HEAD_CHUNK // tokens)))
-        return min(self.cache[key], self.max_slots)
+            self.cache[key] = bisect_right(
+                range(1, self.max_slots + 1),
+                self.limit,
+                key=lambda J: self.memory(degree, J, m, policy, need),
+            )
+        return self.cache[key]
 
     def programs(self, degree: int, need: Need) -> list[tuple[int, list[tuple[float, float, int, str]]]]:
         """List what may serve a need: for each m, (t0, seconds a slot adds, most slots, policy), none

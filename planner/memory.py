@@ -3,13 +3,20 @@ points.
 
 The paper charges a base's activations once and an adapter's by rank; but base activations grow with the
 tokens of all packed jobs, so here every slot pays for its own m · S tokens.
+
+On a GPU "none" writes the layers out. Then less is kept than by a loop, and the adapters' gradients take the place
+of what backward has used, and where the fused kernel (pallas_kernels) serves the MLP, no sum is kept beside its parts.
 """
 
 from dataclasses import dataclass, fields
 
+from planner.devices import DeviceSpec
 from planner.specs import OPTIMIZER_STATES, PRECISION_BYTES, ModelShape
 
 HEAD_CHUNK = 1024  # positions whose logits exist at one time
+TILE = (128, 256)  # tokens and output features of the fused kernel's tiles
+MIN_WAVES, MIN_DEPTH, MAX_ROW_WASTE = 2, 1024, 1.07  # what pallas_kernels.choice asks of a product
+FEW = 38e6  # tokens · d_ff: below, XLA keeps frozen product and adapter's share of gate and up instead of their sums
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ class MemoryModel:
 
 
 def saved_elements(shape: ModelShape, policy: str) -> float:
-    """Count the numbers kept for the backward pass, per token and layer.
+    """Count the numbers that a loop over layers keeps for the backward pass, per token and layer.
 
     layer: the residual stream. dots: and every matrix product's output. none: and norms, rotary, activations;
     the count agrees within 5 % with a plain-XLA step of Qwen2.5-7B on an H200 (54.8 GiB at 8 × 1024 tokens).
@@ -67,17 +74,54 @@ def saved_elements(shape: ModelShape, policy: str) -> float:
     return residual + (dots if policy != "layer" else 0) + (rest if policy == "none" else 0)
 
 
-def memory_terms(
-    shape: ModelShape, step: StepShape, precision: str, attention: str = "cudnn"
-) -> dict[str, float]:
+def _written_out(shape: ModelShape, step: StepShape, precision: str, device: DeviceSpec) -> float:
+    """Return the numbers that layers written out keep for the backward pass of a packed step, all in all.
+
+    A token's, per layer: both residuals, both norms, q and the attention's output, k and v, gate, up and their
+    product; and as XLA fuses, one or, of few tokens, two numbers more of the MLP's width, none where the fused kernel
+    serves it. Where more tokens keep fewer numbers each, the larger sum counts, so that more slots never take less.
+    """
+    q, kv = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
+    tokens = step.J * step.m * step.S / step.degree
+    own = 4 * shape.d_model + 2 * q + 2 * kv + 3 * shape.d_ff
+    more, few = shape.d_ff, FEW / shape.d_ff
+    if may_fuse(shape, step, precision, device):
+        more, few = 0, MIN_WAVES * device.fused * TILE[0] / -(-shape.d_ff // TILE[1])
+    return shape.n_layers * max(tokens * (own + more), min(tokens, few) * (own + 2 * shape.d_ff))
+
+
+def may_fuse(shape: ModelShape, step: StepShape, precision: str, device: DeviceSpec) -> bool:
+    """Say whether the fused kernel serves gate and up of this step, given slots enough; as `pallas_kernels.choose`."""
+    rows = step.m * step.S
+    return (
+        device.fused > 0
+        and step.degree == 1
+        and precision == "bf16"
+        and step.rank_bucket <= 256
+        and rows % 8 == 0
+        and -(-rows // TILE[0]) * TILE[0] <= MAX_ROW_WASTE * rows
+        and shape.d_model >= MIN_DEPTH
+        and shape.d_model % 64 == shape.d_ff % 64 == 0
+    )
+
+
+def logits_bytes(shape: ModelShape, tokens: float, precision: str) -> float:
+    """Return the bytes of the logits that exist at one time, in float32, and of their gradient."""
+    return (8.0 if precision == "fp32" else 6.0) * min(tokens, HEAD_CHUNK) * shape.vocab_size
+
+
+def memory_terms(shape: ModelShape, step: StepShape, precision: str, device: DeviceSpec) -> dict[str, float]:
     """Return the bytes a device needs for each part of a packed step, before any factor."""
     compute = 4.0 if precision == "fp32" else 2.0
     tokens = step.J * step.m * step.S / step.degree
-    params = shape.adapter_params(step.rank_bucket, step.targets)
-    states = OPTIMIZER_STATES[step.optimizer]
-    # fp32: parameter, optimizer states, running sum of gradients, this micro-step's gradient; one compute
-    # copy
-    adapter_bytes = 4.0 * (1 + states + 1 + step.accumulate) + (compute if compute < 4 else 0.0)
+    params = step.J * shape.adapter_params(step.rank_bucket, step.targets) / step.degree
+    # fp32: parameter, optimizer states, running sum of gradients; a compute copy
+    adapters = params * (4.0 * (1 + OPTIMIZER_STATES[step.optimizer] + step.accumulate) + compute % 4)
+    if step.policy == "none" and device.name != "cpu":
+        saved = _written_out(shape, step, precision, device) * compute
+    else:
+        saved = tokens * shape.n_layers * saved_elements(shape, step.policy) * compute
+        adapters += params * compute  # all layers' gradients
     embedding = shape.n_params - shape.linear_params
     weights = shape.linear_params * PRECISION_BYTES[precision] + embedding * compute
     gathered = 0.0 if step.degree == 1 else 2 * shape.linear_params / shape.n_layers * compute
@@ -86,16 +130,16 @@ def memory_terms(
     if precision == "fp8" and step.policy != "none":
         gathered += shape.linear_params / step.degree  # a loop over layers has them transposed, too
     scores = 0.0
-    if attention == "xla":  # [B, N, S, S] float32, kept per layer unless the layer is recomputed
+    if device.attention == "xla":  # [B, N, S, S] float32, kept per layer unless the layer is recomputed
         layers = shape.n_layers if step.policy == "none" else 1
         scores = 4.0 * tokens * shape.n_heads * step.S * (layers + 2)
     return {
         "weights": weights / step.degree + gathered,
-        "adapters": step.J * params * adapter_bytes / step.degree,
-        f"saved_{step.policy}": tokens * shape.n_layers * saved_elements(shape, step.policy) * compute,
+        "adapters": adapters,
+        f"saved_{step.policy}": saved,
         "working": tokens * saved_elements(shape, "none") * compute,
         "attention": scores,
-        "logits": 3 * 4.0 * min(tokens, HEAD_CHUNK) * shape.vocab_size,
+        "logits": logits_bytes(shape, tokens, precision),
     }
 
 
@@ -103,11 +147,11 @@ def step_memory(
     shape: ModelShape,
     step: StepShape,
     precision: str,
+    device: DeviceSpec,
     model: MemoryModel | None = None,
-    attention: str = "cudnn",
 ) -> int:
     """Predict the bytes each device of the group needs, with the model's margin on top."""
     model = model or MemoryModel()
-    terms = memory_terms(shape, step, precision, attention)
+    terms = memory_terms(shape, step, precision, device)
     total = model.fixed_bytes + sum(getattr(model, name) * value for name, value in terms.items())
     return int(total * (1 + model.margin))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from planner.instance import Counts, Instance
 from planner.knapsack import Items, Knapsack, best_ratio, bounded_knapsack
-from planner.memory import HEAD_CHUNK, StepShape, memory_terms
+from planner.memory import HEAD_CHUNK, StepShape, logits_bytes, memory_terms
 from planner.pack import choose_pack
 from planner.placed import Placed
 
@@ -68,10 +68,10 @@ class Published:
                 degree, 1, self.rows(k), need.S_max, need.bucket, policy, job.optimizer, job.targets
             )
             model = instance.cost.memory
-            terms = memory_terms(instance.shape, step, instance.precision, instance.devices.spec.attention)
+            terms = memory_terms(instance.shape, step, instance.precision, instance.devices.spec)
             sized = {name: getattr(model, name) * value for name, value in terms.items()}
             rest = sized.pop("weights") + model.fixed_bytes
-            rest += model.logits * 12.0 * HEAD_CHUNK * instance.shape.vocab_size
+            rest += model.logits * logits_bytes(instance.shape, HEAD_CHUNK, instance.precision)
             sized.pop("logits")
             cost = instance.step_cost(degree, policy, need)
             tokens = self.rows(k) * need.S

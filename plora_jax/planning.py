@@ -330,7 +330,7 @@ def gpu_spec(gpu: Gpu) -> planner.DeviceSpec:
     named = [s for s in DEVICES.values() if s.name.split("-")[0].upper() in name]
     smaller = [s for s in DEVICES.values() if s.memory_bytes <= memory] or list(DEVICES.values())
     spec = min(named or smaller, key=lambda s: abs(s.memory_bytes - memory))
-    return replace(spec, memory_bytes=memory, fp8=spec.fp8 or not named)
+    return replace(spec, memory_bytes=memory, fp8=spec.fp8 or not named, fused=spec.fused if named else 0)
 
 
 def plan_command(sweep: Sweep, jobs: Sequence[Job], args: Namespace) -> int:

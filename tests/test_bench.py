@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from planner import CostModel, StepShape, step_memory
+from planner import CostModel, StepShape, cpu_device, step_memory
 from plora_jax.bench import kernels, profile
 from plora_jax.bench import step as bench
 from plora_jax.bench.step import measure_step
@@ -144,11 +144,11 @@ def test_a_profile_becomes_a_cost_model_that_plans(tmp_path, capsys, monkeypatch
     shape = model_shape(base.config, str(model))
     monkeypatch.setattr(bench, "cost_model", lambda spec: cost)
     measured = measure_step(base, jobs=5, m=1, length=32, rank=8, repeats=0)
-    step = StepShape(1, 5, 1, 32, 8, "none", accumulate=False)
-    real, predicted = measured["total_bytes"], step_memory(shape, step, "fp32", cost.memory, "xla")
+    step, cpu = StepShape(1, 5, 1, 32, 8, "none", accumulate=False), cpu_device(2**34).spec
+    real, predicted = measured["total_bytes"], step_memory(shape, step, "fp32", cpu, cost.memory)
     assert real <= predicted < 1.3 * real
     alone = replace(cost.memory, margin=0.0)  # of the device's own table
-    assert measured["predicted_bytes"] == step_memory(shape, step, "fp32", alone, "xla")
+    assert measured["predicted_bytes"] == step_memory(shape, step, "fp32", cpu, alone)
     sweep = tiny.write_sweep(tmp_path)
     arguments = ["plan", str(sweep), "--devices", "cpu", "--cost-model", str(out)]
     assert main(arguments) == 0

@@ -307,8 +307,8 @@ def test_a_buffer_of_summed_gradients_is_charged_as_it_is_compiled(tmp_path: Pat
                 shape,
                 planner.StepShape(1, J, m, S, rank, "none", accumulate=summed),
                 "fp32",
+                planner.cpu_device(2**34).spec,
                 planner.MemoryModel(margin=0.0),
-                "xla",
             )
             for summed in (True, False)
         ],

@@ -8,7 +8,7 @@ import jax
 
 import planner
 from planner.fit import Fit, MemoryPoint, TimePoint, fit_memory, fit_time
-from plora_jax.bench.step import measure_step
+from plora_jax.bench.step import measure_step, run_with
 from plora_jax.engine.rundir import write_atomic
 from plora_jax.errors import UserError
 from plora_jax.models.load import Base, load_base
@@ -68,9 +68,10 @@ def fit_cost_model(
     def memories(results: list[dict[str, Any]]) -> list[MemoryPoint]:
         out = []
         for r in results:
+            device = run_with(devices.spec, r["attention"], r["kernels"])
             sizes = (r["jobs"], r["m"], r["length"], r["rank_bucket"])
             step = planner.StepShape(1, *sizes, r["recompute"], accumulate=r["accumulate"])
-            out.append(MemoryPoint(shape, step, r["precision"], r["attention"], r["total_bytes"]))
+            out.append(MemoryPoint(shape, step, r["precision"], device, r["total_bytes"]))
         return out
 
     cost, on_time = fit_time(times(fitted), times(held_out))

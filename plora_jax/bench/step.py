@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import using
-from planner import StepShape, step_memory
-from planner.time import CostModel, cost_model
+from pallas_kernels import by_default, using
+from pallas_kernels.choice import asked
+from planner import DeviceSpec, StepShape, cost_model, step_memory
 from plora_jax.bench.gemms import measure_ceiling
 from plora_jax.bench.trace import profile_steps
 from plora_jax.errors import UserError
@@ -115,11 +115,14 @@ def measure_step(
         plain = with_policy(plain, recompute, config.n_layers)
     chosen = replace(plain, **(runtime or {}))
     batch = random_batch(config.vocab_size, jobs, m, length)
-    precision, memory_model = base.precision, replace(_device_table().memory, margin=0.0)
+    precision, device = base.precision, _device()
+    memory_model = replace(cost_model(device).memory, margin=0.0)
 
     def predict(runtime: Runtime) -> float:
         shape = StepShape(1, jobs, m, length, spec.rank, runtime.recompute, accumulate=accumulate)
-        return step_memory(model_shape(config, base.name), shape, precision, memory_model, runtime.attention)
+        with by_default(runtime.kernels):
+            there = run_with(device, runtime.attention, asked())
+        return step_memory(model_shape(config, base.name), shape, precision, there, memory_model)
 
     def make(runtime: Runtime) -> Program:
         return compile_step(base, spec, batch, runtime, micro_steps, options)
@@ -247,13 +250,18 @@ def _time(
     return result
 
 
-def _device_table() -> CostModel:
-    """Return the planner's table of the device that JAX runs on."""
+def _device() -> DeviceSpec:
+    """Return the device that JAX runs on as the planner knows it."""
     device = jax.devices()[0]
     if device.platform == "cpu":
-        return cost_model(find_devices("cpu").parts[0].spec)
+        return find_devices("cpu").parts[0].spec
     total = (device.memory_stats() or {}).get("bytes_limit", 0)
-    return cost_model(gpu_spec(Gpu(device.device_kind, total // 2**20, "")))
+    return gpu_spec(Gpu(device.device_kind, total // 2**20, ""))
+
+
+def run_with(device: DeviceSpec, attention: str, kernels: str) -> DeviceSpec:
+    """Return the device with the attention, and without the fused kernel where XLA's products were asked for."""
+    return replace(device, attention=attention, fused=0 if kernels == "xla" else device.fused)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """Fit the shipped tables to what was measured on an H200: memory for every GPU, time for the H200.
 
-usage: python -m scripts.planner.fit_tables MEMORY_POINTS.json [STEPS.jsonl]
-Prints the errors and rewrites planner/tables/*.json. Memory depends on the compiler more than on the GPU, so the
-factors of one GPU serve all; times do not, so other GPUs keep their estimates.
+usage: python -m scripts.planner.fit_tables MEMORY_POINTS.json... [STEPS.jsonl]
+Every third memory point of a list is held out. Prints the errors and rewrites planner/tables/*.json. Memory depends on
+the compiler more than on the GPU, so the factors of one GPU serve all; times do not: other GPUs keep estimates.
 """
 
 import json
@@ -15,6 +15,7 @@ from scipy.optimize import least_squares
 
 from planner.devices import DEVICES
 from planner.fit import fit_memory, judge, read_memory_points
+from planner.memory import may_fuse, step_memory
 from planner.specs import ModelShape
 from planner.time import TABLES, CostModel
 
@@ -57,11 +58,19 @@ def fit_steps(base: CostModel, steps: list[dict], shapes: dict[str, ModelShape])
     return with_values(base, least_squares(residuals, start).x)
 
 
-def main(memory_path: str, steps_path: str | None = None) -> None:
+def main(*paths: str) -> None:
     """Fit, print how well, and write the tables; times stay where no steps are given."""
-    points = read_memory_points(memory_path)
-    held_out = points[2::3]
+    lists = [read_memory_points(path) for path in paths if path.endswith(".json")]
+    points = [p for made in lists for p in made]
+    held_out = [p for made in lists for p in made[2::3]]
     memory, held = fit_memory([p for p in points if p not in held_out], held_out)
+    bare = replace(memory, margin=0.0)
+    for p in points:
+        s, error = p.step, step_memory(p.shape, p.step, p.precision, p.device, bare) / p.bytes - 1
+        fused = may_fuse(p.shape, s, p.precision, p.device) and s.policy == "none"
+        words = ["fused"] * fused + ["summed"] * s.accumulate + ["held out"] * (p in held_out)
+        print(f"  {p.shape.name} {s.J}x{s.m}x{s.S} r{s.rank_bucket} {s.policy}", *words, end=": ")
+        print(f"{p.bytes / 2**30:.1f} GiB, {error:+.1%}")
     memory = replace(
         memory, source=f"measured: {len(points)} compiled steps on an H200, {len(held_out)} held out"
     )
@@ -71,8 +80,9 @@ def main(memory_path: str, steps_path: str | None = None) -> None:
         table = CostModel.load(TABLES / f"{name.lower()}.json")
         assumed = "" if name == "H200" else "; assumed here"
         write_table(replace(table, memory=replace(memory, source=memory.source + assumed)), name.lower())
-    if steps_path:
-        fit_times(steps_path, {p.shape.name: p.shape for p in points})
+    for path in paths:
+        if path.endswith(".jsonl"):
+            fit_times(path, {p.shape.name: p.shape for p in points})
 
 
 def fit_times(steps_path: str, shapes: dict[str, ModelShape]) -> None:

@@ -44,6 +44,7 @@ gpu_device_info {
 platform_name: "CUDA" runtime_version { major: 13 } dnn_version_info { major: 9 minor: 12 }
 device_description_str: "NVIDIA H200"
 """
+DEVICE = Device("NVIDIA H200", "9.0", 132)
 MODELS = {size: f"Qwen/Qwen2.5-{size}-Instruct" for size in ("0.5B", "1.5B", "3B", "7B")}
 MODELS["8B"] = "meta-llama/Llama-3.1-8B-Instruct"
 # (model, jobs, m, length, rank, policy[, gradients summed]); every third is held out from the fit
@@ -80,6 +81,7 @@ CASES: list[tuple[Any, ...]] = [
     ("3B", 32, 1, 1024, 32, "layer"),
     ("0.5B", 32, 1, 1024, 32, "dots"),
     ("7B", 32, 1, 128, 32, "dots"),
+    ("1.5B", 6, 1, 512, 16, "none"),
 ]
 FUSED: list[tuple[Any, ...]] = [
     ("3B", 1, 1, 1024, 32, "none"),
@@ -94,6 +96,13 @@ FUSED: list[tuple[Any, ...]] = [
     ("3B", 8, 1, 1024, 32, "none"),
     ("7B", 16, 1, 256, 64, "none"),
     ("1.5B", 16, 2, 256, 64, "none"),
+    ("7B", 32, 1, 256, 32, "none"),
+    ("1.5B", 32, 1, 128, 16, "none"),
+    ("3B", 8, 1, 128, 256, "none"),
+    ("1.5B", 8, 1, 192, 32, "none"),
+    ("0.5B", 8, 1, 64, 256, "none"),
+    ("0.5B", 16, 1, 512, 64, "none"),
+    ("7B", 4, 1, 2048, 16, "none"),
 ]
 FP8: list[tuple[Any, ...]] = [
     ("7B", 8, 1, 1024, 32, "dots"),
@@ -132,6 +141,7 @@ def point(
     return {
         "model": dataclasses.asdict(model_shape(base.config, MODELS[size])),
         "degree": 1, "optimizer": "adamw", "bytes": taken, "precision": base.precision, "attention": "cudnn",
+        "fused": DEVICE.cores if asked == "fused" else 0,
         "accumulate": accumulate, "J": J, "m": m, "S": S, "rank_bucket": spec.rank, "policy": policy,
     }  # fmt: skip
 
@@ -149,7 +159,7 @@ def main() -> None:
     # asked of the device that is there otherwise
     cudnn.check_cudnn_version = lambda: 91200
     cudnn.check_compute_capability = lambda capability: True
-    choice.default_device = lambda: Device("NVIDIA H200", "9.0", 132)
+    choice.default_device = lambda: DEVICE
     points = []
     asked = "fused" if args.fused else "fp8" if args.fp8 else "xla"
     for case in {"fused": FUSED, "fp8": FP8, "xla": CASES}[asked]:
