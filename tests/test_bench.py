@@ -1,13 +1,16 @@
 """`plora bench step` measures the real step: its numbers belong together, and memory is counted, not guessed."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 
+from pallas_kernels import using
 from planner import CostModel, StepShape, cpu_device, step_memory
+from planner.devices import DEVICES
 from plora_jax.bench import kernels, profile
 from plora_jax.bench import step as bench
 from plora_jax.bench.step import measure_step
@@ -121,6 +124,27 @@ def test_on_a_gpu_auto_writes_out_all_but_the_last_resort(tmp_path, monkeypatch)
     assert [(r.recompute, r.unroll, r.kernels) for r in tried] == [
         ("none", 4, "auto"), *[("dots", 4, "auto")] * 4, ("layer", 1, "xla")
     ]  # fmt: skip
+
+
+def test_bench_predicts_with_the_kernel_that_was_asked_for(tmp_path, monkeypatch):
+    """As on an H200; what compiles is the same on a CPU, so that one program serves."""
+    model = tiny.write_model(tmp_path / "model", num_hidden_layers=1)
+    base = load_base(str(model), random_weights=True, precision="fp32")
+    asked = []
+    monkeypatch.setattr(bench, "_device", lambda: DEVICES["H200"])
+    monkeypatch.setattr(bench, "step_memory", lambda *args: asked.append(args[3]) or 0)
+    program = bench.compile_step(
+        base,
+        pack_spec(base.config, [Job(rank=8, batch_size=1, max_steps=1)], m=1),
+        bench.random_batch(64, 1, 1, 8),
+        Runtime(),
+    )
+    monkeypatch.setattr(bench, "compile_step", lambda *args: program._replace(runtime=args[3]))
+    for chosen, forced in (("auto", None), ("xla", None), ("auto", "xla"), ("xla", "auto")):
+        with using(forced) if forced else nullcontext():
+            measure_step(base, jobs=1, m=1, length=8, rank=8, repeats=0, runtime={"kernels": chosen})
+    assert [device.fused for device in asked] == [132, 0, 0, 132]
+    assert {device.attention for device in asked} == {"xla"}
 
 
 def test_bench_refuses_what_it_does_not_know(tmp_path, capsys):

@@ -217,11 +217,13 @@ def test_precision_auto_follows_the_device(devices: str, precision: str, tmp_pat
         ("NVIDIA GeForce RTX 4090", 24564, "RTX4090"),
         ("NVIDIA RTX A6000", 49140, "L40S"),  # not known: planned as the next smaller one
         ("Tesla T4", 15360, "A10"),  # smaller than all: the nearest
+        ("NVIDIA B100", 150000, "H200"),
     ],
 )
 def test_a_gpu_is_planned_as_its_kind_with_its_own_memory(name: str, mib: int, known: str) -> None:
     spec = gpu_spec(Gpu(name, mib, "580"))
     assert (spec.name, spec.memory_bytes) == (known, mib * 2**20)
+    assert spec.fused == (132 if name in ("NVIDIA H100 80GB HBM3", "NVIDIA H200") else 0)
 
 
 def test_disk_need_is_every_adapter_and_three_checkpoints(tmp_path: Path) -> None:
