@@ -369,7 +369,7 @@ def recomputing(layer: Callable[..., Any], policy: str, runtime: Runtime) -> Cal
     # A loop keeps XLA from undoing it. Where layers are written out, barriers around what flows through them do; around
     # weights they would make copies.
     apart = (True, (False, False, False, False)) if runtime.unroll > 1 else False
-    return jax.checkpoint(layer, policy=keep, prevent_cse=apart)
+    return jax.checkpoint(layer, policy=keep, prevent_cse=apart)  # type: ignore[arg-type]  # a tree, as for in_axes
 
 
 def rotations(

@@ -1,6 +1,6 @@
 """Fit the shipped tables to what was measured on an H200: memory for every GPU, time for the H200.
 
-usage: python -m scripts.planner.fit_tables MEMORY_POINTS.json... [STEPS.jsonl]
+usage: python -m scripts.planner.fit_tables MEMORY_POINTS.json... [STEPS.jsonl...]
 Every third memory point of a list is held out. Prints the errors and rewrites planner/tables/*.json. Memory depends on
 the compiler more than on the GPU, so the factors of one GPU serve all; times do not: other GPUs keep estimates.
 """
@@ -19,7 +19,11 @@ from planner.memory import may_fuse, step_memory
 from planner.specs import ModelShape
 from planner.time import TABLES, CostModel
 
-FITTED = ("flops", "adapter_flops", "layer_s")
+START = {"flops": 7e14, "adapter_flops": 1e14, "attention_flops": 4e14, "layer_s": 1e-4, "layer": 1.25}
+PULL = np.array([0.02, 0.02, 0.05, 0.01, 0.02])  # to these, in logarithms: far weaker than a step's error
+SINCE = {
+    "step-h200-2026-11-30.jsonl": 488 / 527
+}  # what scanned steps gained after it: 7B, 8 x 1 x 1024, dots
 
 
 def write_table(model: CostModel, name: str) -> None:
@@ -30,10 +34,12 @@ def write_table(model: CostModel, name: str) -> None:
 
 
 def with_values(base: CostModel, values: np.ndarray) -> CostModel:
-    """Return a model with fitted speeds; `values` are logarithms: three speeds, then the policies' factors."""
-    speeds = dict(zip(FITTED, map(float, np.exp(values[:3])), strict=True))
-    recompute = {"none": 1.0, "dots": float(np.exp(values[3])), "layer": float(np.exp(values[4]))}
-    return replace(base, **speeds, recompute=recompute)
+    """Return a model with fitted speeds; `values` are the logarithms of START's.
+
+    "none" and "dots" are written out and take the same time (7B, 8 x 1 x 1024: 428.7 and 428.8 ms).
+    """
+    found = dict(zip(START, map(float, np.exp(values)), strict=True))
+    return replace(base, recompute={"none": 1.0, "dots": 1.0, "layer": found.pop("layer")}, **found)  # type: ignore[arg-type]
 
 
 def errors(model: CostModel, steps: list[dict], shapes: dict[str, ModelShape]) -> np.ndarray:
@@ -48,14 +54,28 @@ def errors(model: CostModel, steps: list[dict], shapes: dict[str, ModelShape]) -
 
 
 def fit_steps(base: CostModel, steps: list[dict], shapes: dict[str, ModelShape]) -> CostModel:
-    """Fit the speeds to measured steps by least squares on relative errors, drawn weakly to the table's."""
-    start = np.log([*(getattr(base, name) for name in FITTED), 1.0, 1.18])
+    """Fit the speeds to measured steps by least squares on relative errors, drawn weakly to START."""
+    start = np.log(list(START.values()))
 
     def residuals(values: np.ndarray) -> np.ndarray:
         own = errors(with_values(base, values), steps, shapes)
-        return np.concatenate([own, 0.01 * (values - start)])
+        return np.concatenate([own, PULL * (values - start)])
 
     return with_values(base, least_squares(residuals, start).x)
+
+
+def read_steps(path: str, precision: str, shapes: dict[str, ModelShape]) -> list[dict]:
+    """Read the steps of a precision that run as training does: written out, or scanned where layers are recomputed."""
+    steps = []
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if row.get("model") not in shapes or row.get("precision", "bf16") != precision or "superseded" in row:
+            continue
+        if row.get("micro_steps", 1) > 1 or row.get("recomputed") or "ms" not in row:
+            continue
+        if (row.get("unroll", 1) == 1) == (row["recompute"] == "layer"):
+            steps.append(row | {"ms": [ms * SINCE.get(Path(path).name, 1.0) for ms in row["ms"]]})
+    return steps
 
 
 def main(*paths: str) -> None:
@@ -80,31 +100,49 @@ def main(*paths: str) -> None:
         table = CostModel.load(TABLES / f"{name.lower()}.json")
         assumed = "" if name == "H200" else "; assumed here"
         write_table(replace(table, memory=replace(memory, source=memory.source + assumed)), name.lower())
-    for path in paths:
-        if path.endswith(".jsonl"):
-            fit_times(path, {p.shape.name: p.shape for p in points})
+    if steps := [path for path in paths if path.endswith(".jsonl")]:
+        fit_times(steps, {p.shape.name: p.shape for p in points})
 
 
-def fit_times(steps_path: str, shapes: dict[str, ModelShape]) -> None:
+def fit_times(paths: list[str], shapes: dict[str, ModelShape]) -> None:
     """Fit the H200's speeds, print how well, and write its table."""
-    steps = [json.loads(line) for line in Path(steps_path).read_text(encoding="utf-8").splitlines()]
-    steps = [row for row in steps if row["model"] in shapes]
+    steps = [row for path in paths for row in read_steps(path, "bf16", shapes)]
     base = CostModel.load(TABLES / "h200.json")
     left_out = []
-    for i, row in enumerate(steps):
-        others = [s for n, s in enumerate(steps) if n != i]
+    for row in steps:
+        others = [other for other in steps if kind(other) != kind(row)]
         left_out += list(errors(fit_steps(base, others, shapes), [row], shapes))
     fitted = fit_steps(base, steps, shapes)
     own, out = judge(errors(fitted, steps, shapes)), judge(left_out)
     print(f"time, {len(steps)} steps: mean {own.mean:.1%}, worst {own.worst:.1%}; ", end="")
-    print(f"each left out in turn: mean {out.mean:.1%}, worst {out.worst:.1%}")
-    for row, error in zip(steps, errors(fitted, steps, shapes), strict=True):
-        print(f"  {row['model']} {row['jobs']}x{row['m']}x{row['length']} {row['recompute']}: {error:+.1%}")
-    seen = f"measured: fitted to {len(steps)} steps, each left out in turn {out.mean:.1%} mean error"
-    compile_s = round(max(row["compile_s"] for row in steps))
-    sources = {**base.sources, **dict.fromkeys((*FITTED, "recompute"), seen)}
-    sources["compile_s"] = "measured: the longest of those steps"
-    write_table(replace(fitted, compile_s=compile_s, sources=sources), "h200")
+    print(f"each shape left out in turn: mean {out.mean:.1%}, worst {out.worst:.1%}")
+    for row, error, unseen in zip(steps, errors(fitted, steps, shapes), left_out, strict=True):
+        print(f"  {kind(row)}: {row['ms'][0]:.0f} ms, {error:+.1%}, left out {unseen:+.1%}")
+    eight = [row for path in paths for row in read_steps(path, "fp8", shapes)]
+    at_rate_1 = replace(fitted, precision={**fitted.precision, "fp8": 1.0})
+    rates = []
+    for row in eight:  # what products would have to be faster by
+        shape = shapes[row["model"]]
+        products = 4.0 * (shape.linear_params + shape.vocab_size * shape.d_model) / fitted.flops
+        whole = (1 + errors(at_rate_1, [row], shapes)[0]) * row["ms"][0] / 1e3
+        products *= row["jobs"] * row["m"] * row["length"]
+        rates.append(products / (row["ms"][0] / 1e3 - (whole - products)))
+    if rates:
+        fitted = replace(fitted, precision={**fitted.precision, "fp8": round(float(np.mean(rates)), 3)})
+        print(f"fp8: products {', '.join(f'{rate:.2f}' for rate in rates)} times as fast")
+    seen = f"measured: fitted to {len(steps)} steps, mean error {own.mean:.1%}, worst {own.worst:.1%}; "
+    seen += f"each shape left out in turn, mean {out.mean:.1%}"
+    compile_s = round(float(np.median([row["compile_s"] for row in steps if row["recompute"] != "layer"])))
+    sources = {**base.sources, **dict.fromkeys((*START, "recompute"), seen)}
+    sources.pop("layer")
+    sources["compile_s"] = "measured: the median of the steps written out"
+    sources["precision"] = f"measured: fp8, {len(rates)} steps written out; the others estimated"
+    write_table(replace(fitted, compile_s=float(compile_s), sources=sources), "h200")
+
+
+def kind(row: dict) -> str:
+    """Name a step's shape."""
+    return f"{row['model']} {row['jobs']}x{row['m']}x{row['length']} {row['recompute']}"
 
 
 if __name__ == "__main__":
