@@ -14,6 +14,7 @@ ray = pytest.importorskip("ray")
 
 from plora_jax.engine.rundir import open_run  # noqa: E402
 from plora_jax.errors import UserError  # noqa: E402
+from plora_jax.launch import ray as launch_ray  # noqa: E402
 from plora_jax.launch.pool import Restarts  # noqa: E402
 from plora_jax.launch.ray import not_shared, ray_pool, ray_site  # noqa: E402
 from plora_jax.launch.site import LaunchOptions, find_site  # noqa: E402
@@ -28,6 +29,51 @@ def cluster() -> Iterator[Any]:
     with ray_cluster(2, 2) as (cluster, cluster_nodes):
         cluster.two = cluster_nodes
         yield cluster
+
+
+MIXED = [
+    {"CPU": 8.0, "GPU": 4.0, "accelerator_type:A100": 1.0},
+    {"CPU": 16.0, "GPU": 2.0, "accelerator_type:H200": 1.0},
+    {"CPU": 4.0},
+]
+
+
+@pytest.fixture
+def mixed(monkeypatch):
+    """A cluster, told of and not there, whose nodes have other GPUs each."""
+    nodes = [dict(node) for node in MIXED]
+    monkeypatch.setattr(launch_ray, "_connect", lambda address: None)
+    monkeypatch.setattr(launch_ray.ray, "nodes", lambda: [{"Alive": True, "Resources": n} for n in nodes])
+    return nodes
+
+
+def test_workers_are_placed_on_gpus_of_their_own_type(mixed):
+    found = ray_site(LaunchOptions("ray"), "auto")
+    assert str(found.devices) == "4 × A100-40GB + 2 × H200"
+    assert [(group.worker, group.kind) for group in found.groups] == [
+        (str(n), "A100" if n < 4 else "H200") for n in range(6)
+    ]
+    other = ray_site(LaunchOptions("ray"), "2xH200+1xA100-80GB")  # Ray says A100 of either memory
+    assert str(other.devices) == "2 × H200 + 1 × A100-80GB"
+    assert [group.kind for group in other.groups] == ["H200", "H200", "A100"]
+    assert [group.kind for group in ray_site(LaunchOptions("ray", workers=3), "8xH200").groups] == [
+        "H200"
+    ] * 3
+    del mixed[0]
+    alike = ray_site(LaunchOptions("ray"), "8xH200")  # nothing to tell apart
+    assert {group.kind for group in alike.groups} == {""} and alike.note.endswith("6 workers wait for more")
+
+
+def test_gpus_that_ray_cannot_tell_apart_are_refused(mixed):
+    with pytest.raises(UserError, match="names A100, H200 and no L40S: workers could not be placed"):
+        ray_site(LaunchOptions("ray"), "1xH200+1xL40S")
+    with pytest.raises(UserError, match="names A100, H200 and no H100"):
+        ray_site(LaunchOptions("ray"), "2xH100")
+    with pytest.raises(UserError, match="--workers 3: there are several types of GPUs"):
+        ray_site(LaunchOptions("ray", workers=3), "auto")
+    del mixed[0]["accelerator_type:A100"]
+    with pytest.raises(UserError, match=r"devices: auto: .* has H200, GPUs of a type that Ray does not name"):
+        ray_site(LaunchOptions("ray"), "auto")
 
 
 @pytest.mark.slow
@@ -61,7 +107,7 @@ def test_a_cluster_that_loses_a_node(cluster, tmp_path):
         assert (on_gpus.devices.spec.name, on_gpus.devices.count) == ("H200", 3)
         assert on_gpus.note.endswith("has 2 GPUs now: 1 workers wait for more")
         gpus = ray_pool(STANDIN)
-        gpus.start(run.path, [group._replace(worker=f"gpu{group.worker}") for group in on_gpus.groups[:1]])
+        gpus.start(run.path, [group._replace(worker="gpu0", kind="H200") for group in on_gpus.groups[:1]])
         env = status(run.path, "gpu0")["env"]
         assert env["CUDA_VISIBLE_DEVICES"] in "01" and env["JAX_PLATFORMS"] == "cuda,cpu"
 

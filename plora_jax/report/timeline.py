@@ -44,11 +44,11 @@ def _planned(view: RunView, packs: list[dict[str, Any]]) -> list[dict[str, Any]]
     for at, pack in enumerate(packs):
         devices, slots = entries(pack.get("devices")) or [0], max(len(entries(pack.get("slots"))), 1)
         name = f"device {devices[0]}" if len(devices) == 1 else f"devices {devices[0]}–{devices[-1]}"
-        name += f", {pack.get('device')}" if several else ""
         lane = lanes.setdefault(name, {"name": name, "slots": 1, "bars": [], "spans": []})
         lane["slots"] = max(lane["slots"], slots)
         start, end = (number(pack.get(key)) or 0.0 for key in ("start_s", "end_s"))
-        tip = f"pack {at + 1}: {len(entries(pack.get('jobs')))} jobs, {span(start)} to {span(end)}"
+        kind = f" on {pack.get('device')}" if several else ""
+        tip = f"pack {at + 1}{kind}: {len(entries(pack.get('jobs')))} jobs, {span(start)} to {span(end)}"
         lane["spans"].append({"start": start, "end": end, "tip": tip, "how": "done", "slots": slots})
         for one in mappings(pack.get("assign")):
             a, b, slot = (number(one.get(key)) or 0.0 for key in ("start_s", "end_s", "slot"))
