@@ -4,8 +4,9 @@ points.
 The paper charges a base's activations once and an adapter's by rank; but base activations grow with the
 tokens of all packed jobs, so here every slot pays for its own m · S tokens.
 
-On a GPU "none" writes the layers out. Then less is kept than by a loop, and the adapters' gradients take the place
-of what backward has used, and where the fused kernel (pallas_kernels) serves the MLP, no sum is kept beside its parts.
+On a GPU "none" and "dots" write the layers out. With "none" less is kept than by a loop, and the adapters' gradients
+take the place of what backward has used, and where the fused kernel (pallas_kernels) serves the MLP, no sum is kept
+beside its parts; "dots" keeps what it keeps in a loop.
 """
 
 from dataclasses import dataclass, fields

@@ -72,7 +72,7 @@ def quick_options() -> Options:
     """Return the options of a program that compiles fast on a GPU: Triton's products are not tried; none elsewhere.
 
     Each of them is timed. On an H200 a step of written-out layers compiles in 22 s instead of 113, one of fp8 products
-    in seconds instead of minutes, and they run as fast (docs/benchmarks.md).
+    in 36 s where it took minutes, and they run as fast (docs/benchmarks.md).
     """
     import jax
 

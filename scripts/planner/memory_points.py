@@ -1,10 +1,11 @@
 """Compile the packed step for an H200 that is described, not there, and write what the compiler says of its memory.
 
-usage: python -m scripts.planner.memory_points OUT.json [--fused | --fp8]     (pip install 'plora-jax[cuda]'; no GPU)
+usage: python -m scripts.planner.memory_points OUT.json [--fused | --fp8] [--policy POLICY]
+       (pip install 'plora-jax[cuda]'; no GPU)
 
-What backward recomputes nothing of has its layers written out, as on a GPU: without the fused kernel, or with it
+All but what recomputes whole layers has its layers written out, as on a GPU: without the fused kernel, or with it
 (--fused, a list of its own); --fp8: on an fp8 base. Nothing is tuned, which changes no size: on a card the compiler
-counted the same.
+counted the same. With --policy the file is read first, and only that policy's points are made anew.
 """
 
 import argparse
@@ -103,6 +104,9 @@ FUSED: list[tuple[Any, ...]] = [
     ("0.5B", 8, 1, 64, 256, "none"),
     ("0.5B", 16, 1, 512, 64, "none"),
     ("7B", 4, 1, 2048, 16, "none"),
+    ("7B", 8, 1, 1024, 32, "dots"),
+    ("1.5B", 8, 1, 1024, 32, "dots"),
+    ("3B", 12, 1, 512, 64, "dots"),
 ]
 FP8: list[tuple[Any, ...]] = [
     ("7B", 8, 1, 1024, 32, "dots"),
@@ -123,7 +127,7 @@ def point(
     options: dict[str, Any] = {"xla_gpu_autotune_level": 0}
     if asked == "fp8":
         options["xla_gpu_enable_triton_gemm"] = False
-    if policy == "none":
+    if policy != "layer":
         kernels = "auto" if asked == "fused" else "xla"
         runtime = dataclasses.replace(runtime, unroll=base.config.n_layers, kernels=kernels)  # type: ignore[arg-type]
         options["xla_gpu_enable_triton_gemm"] = False
@@ -155,16 +159,21 @@ def main() -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--fused", action="store_true", help="the steps with the fused kernel")
     which.add_argument("--fp8", action="store_true", help="steps on an fp8 base")
+    parser.add_argument("--policy", help="none, dots or layer: make only these points anew")
     args = parser.parse_args()
     # asked of the device that is there otherwise
     cudnn.check_cudnn_version = lambda: 91200
     cudnn.check_compute_capability = lambda capability: True
     choice.default_device = lambda: DEVICE
-    points = []
     asked = "fused" if args.fused else "fp8" if args.fp8 else "xla"
-    for case in {"fused": FUSED, "fp8": FP8, "xla": CASES}[asked]:
-        points.append(point(asked, *case))
-        args.out.write_text(json.dumps(points, indent=1) + "\n", encoding="utf-8")
+    cases = {"fused": FUSED, "fp8": FP8, "xla": CASES}[asked]
+    known = json.loads(args.out.read_text(encoding="utf-8")) if args.policy else []
+    points = []
+    for number, case in enumerate(cases):
+        keep = args.policy and case[5] != args.policy
+        points.append(known[number] if keep else point(asked, *case))
+        rest = known[number + 1 :]
+        args.out.write_text(json.dumps(points + rest, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
