@@ -43,12 +43,14 @@ def repair(instance: Instance, packs: Iterable[Pack]) -> Solution | None:
 
 
 def _place(instance: Instance, solution: Solution, devices: tuple[int, ...]) -> Place | None:
-    """Return a place for a group of an earlier plan: where devices are busy its own, None where they are taken."""
+    """Return a place for a group of an earlier plan: where devices are busy its own, None where they are taken or are
+    no devices of the instance.
+    """
     if not instance.busy:
         return Place(len(devices))
     taken = {device for group in solution for device in group.on}
     return (
         Place(len(devices), devices)
-        if max(devices) < instance.devices.count and not taken & set(devices)
+        if 0 <= min(devices) <= max(devices) < instance.devices.count and not taken & set(devices)
         else None
     )

@@ -143,9 +143,11 @@ class Instance:
         return any(self.fits_alone(k, degree) for degree in self.devices.degrees)
 
     def fits_alone(self, k: int, degree: int) -> bool:
-        """Say whether one job of a class can run by itself, at m = 1, on a group of this degree."""
+        """Say whether one job of a class can run by itself on a group of this degree."""
         need = self.need(((k, 1),))
-        return any(self.slot_limit(degree, 1, policy, need) >= 1 for policy in self.policies)
+        return any(
+            self.slot_limit(degree, m, policy, need) for m in thriftiest(need) for policy in self.policies
+        )
 
     def _nothing_fits(self) -> None:
         spec, count, top = self.devices.spec, self.devices.count, self.devices.degrees[-1]
@@ -173,8 +175,10 @@ class Instance:
     def least_memory(self, k: int, degree: int, precision: str) -> int:
         """Return the bytes a device needs for one job of a class alone under the thriftiest policy."""
         need = self.need(((k, 1),))
-        step = step_shape(degree, 1, 1, "layer", need)
-        return step_memory(self.shape, step, precision, self.devices.spec, self.cost.memory)
+        steps = [step_shape(degree, 1, m, "layer", need) for m in thriftiest(need)]
+        return min(
+            step_memory(self.shape, step, precision, self.devices.spec, self.cost.memory) for step in steps
+        )
 
     @cached_property
     def own_needs(self) -> list[Need]:
@@ -307,6 +311,11 @@ def step_shape(degree: int, J: int, m: int, policy: str, need: Need) -> StepShap
         need.targets,
         accumulate=m != need.whole,
     )
+
+
+def thriftiest(need: Need) -> set[int]:
+    """Return the m that may take the least memory: 1, or a whole batch, of which no sum of gradients is kept."""
+    return {1, need.whole or 1}
 
 
 def _dominates(a: tuple, b: tuple, first: bool) -> bool:

@@ -211,7 +211,7 @@ def recut_between(
     """
     rng = random.Random(seed)
     solutions = [list(solution) for solution in solutions]
-    for _ in range(rounds):
+    for _ in range(rounds if len(instances) > 1 else 0):
         if mixed_makespan(solutions) <= goal:
             break
         a = max(range(len(solutions)), key=lambda n: makespan(solutions[n]))
@@ -222,9 +222,11 @@ def recut_between(
         places = [Place(group.degree, group.on) for group in solutions[b]] + unused(
             instances[b], solutions[b]
         )[:1]
+        if not places:  # all its devices are busy, or too few for a group
+            continue
         h = rng.randrange(len(places))
         mine = solutions[a][g]
-        theirs = solutions[b][h] if h < len(solutions[b]) else Group(*places[h][:1], (), 0.0, places[h].on)
+        theirs = solutions[b][h] if h < len(solutions[b]) else Group(places[h].degree, (), 0.0, places[h].on)
         pooled = merge_counts(*(pack.counts for group in (mine, theirs) for pack in group.packs))
         worst = max(mine.seconds, theirs.seconds) * (1 - 1e-4)
         one, other = (instances[a], mine), (instances[b], theirs)

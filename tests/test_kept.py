@@ -197,6 +197,16 @@ def test_a_file_that_is_not_whole_is_written_anew(base, keeps, harm):
     assert kept_step(base)._seek(AT).result() is not None
 
 
+@pytest.mark.parametrize("open_to_others", ["file", "folder"])
+def test_what_others_may_write_is_not_run(base, keeps, open_to_others):
+    train(base, kept_step(base), 1)
+    (file,) = keeps.iterdir()
+    assert file.stat().st_mode & 0o77 == 0
+    (file if open_to_others == "file" else keeps).chmod(0o777)
+    forget()
+    assert kept_step(base)._seek(AT).result() is None
+
+
 def test_what_jax_found_in_its_own_cache_is_not_written_again(base, keeps):
     """XLA on CPU leaves functions out of a program that it has read itself, which then fails as it runs."""
     want = train(base, kept_step(base))

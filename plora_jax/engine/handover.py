@@ -66,9 +66,9 @@ def take_over(run: Path, sweep: Sweep, jobs: Sequence[Job], tokenizer: Callable[
     try:
         with np.load(run / ROWS) as held:
             arrays = dict(held)  # checked against the archive's own sums
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile):
+        said = json.loads(arrays["said"].tobytes())
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
         return None
-    said = json.loads(arrays["said"].tobytes())
     files = {}
     for n, (name, report) in enumerate(said["files"].items()):
         tokens, trained = (_get(arrays, f"file{n}.{what}") for what in ("tokens", "trained"))

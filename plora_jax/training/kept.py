@@ -10,6 +10,7 @@ is not kept here: XLA on CPU cannot write it again.
 import hashlib
 import logging
 import os
+import tempfile
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -43,7 +44,8 @@ MOST = 128  # files; those that were not used for longest go first
 HELD = 32  # programs in memory, beside those of a pack in training
 SOURCES = ("plora_jax", "pallas_kernels", "planner")
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
-CUDA = [f"{name}{major}" for major in (12, 13) for name in ("nvidia-cudnn-cu", "nvidia-cublas-cu")]
+CUDA = ["nvidia-cublas", "nvidia-cudnn"]
+CUDA += [f"{name}{major}" for major in (12, 13) for name in ("nvidia-cudnn-cu", "nvidia-cublas-cu")]
 CUDA += [f"jax-cuda{major}-{name}" for major in (12, 13) for name in ("plugin", "pjrt")]
 ASIDE = (
     "jax_compilation_cache",
@@ -69,9 +71,11 @@ jax.monitoring.register_event_listener(_count)
 
 
 def folder() -> Path | None:
-    """Return where steps are kept, beside the programs that JAX keeps; None where it keeps none."""
+    """Return where steps are kept, beside the programs that JAX keeps; None where it keeps none, or not in files."""
     place = jax.config.jax_compilation_cache_dir
-    return Path(place) / "steps" if place and jax.config.jax_enable_compilation_cache else None
+    if not place or "://" in place or not jax.config.jax_enable_compilation_cache:
+        return None
+    return Path(place) / "steps"
 
 
 class KeptStep:
@@ -193,6 +197,12 @@ def _versions() -> list[tuple[str, str]]:
     return found
 
 
+def _own(path: Path) -> bool:
+    """Tell whether none but this user and root may write a file or folder: what is read from it is run."""
+    found = path.stat()
+    return found.st_uid in (0, os.getuid()) and not found.st_mode & 0o022
+
+
 def _read(name: str, inputs: Any, outputs: Any) -> Any:
     """Return the program of a file, None where there is none that is whole."""
     place = folder()
@@ -200,6 +210,9 @@ def _read(name: str, inputs: Any, outputs: Any) -> Any:
         return None
     try:
         content = (place / name).read_bytes()
+        if not (_own(place) and _own(place / name)):
+            log.warning("%s is not used: others than this user and root may write it", place / name)
+            return None
         if content[:32] != hashlib.sha256(content[32:]).digest():
             return None
         found = deserialize_and_load(content[32:], inputs, outputs, execution_devices=[jax.devices()[0]])
@@ -218,16 +231,21 @@ def _write(name: str, program: Any) -> None:
     place = folder()
     if place is None:
         return
-    part = place / f".{name}.{os.getpid()}"
+    part = None  # beside it until it is whole
     try:
         content, *_ = serialize(program)
-        place.mkdir(parents=True, exist_ok=True)
+        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        number, path = tempfile.mkstemp(prefix=".", dir=place)  # for this user alone
+        os.close(number)
+        part = Path(path)
         part.write_bytes(hashlib.sha256(content).digest() + content)
         part.replace(place / name)
         files = sorted(place.glob("[0-9a-f]*"), key=lambda path: path.stat().st_mtime)
-        for old in files[:-MOST]:
+        killed = [path for path in place.glob(".*") if path.stat().st_mtime < time.time() - 86_400]
+        for old in (*files[:-MOST], *killed):
             old.unlink(missing_ok=True)
     except Exception as error:  # a full disk, or whatever a device's own serialisation raises
         log.warning("the step is not kept: %s: %s", type(error).__name__, error)
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
+        if part is not None:
+            with suppress(OSError):
+                part.unlink(missing_ok=True)

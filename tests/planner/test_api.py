@@ -1,8 +1,23 @@
 """make_plan on the sweeps a user starts with."""
 
+from dataclasses import replace
+
 import pytest
 
-from planner import JobSpec, Plan, PlanError, cpu_device, decoder_shape, devices, make_plan, render_plan
+from planner import (
+    Devices,
+    JobSpec,
+    Options,
+    Plan,
+    PlanError,
+    cpu_device,
+    decoder_shape,
+    devices,
+    make_plan,
+    render_plan,
+)
+from planner.devices import DEVICES
+from tests.planner.problems import instance, job
 
 SMOL = decoder_shape("SmolLM2-135M", 30, 576, 1536, 9, 3, 64, 49152, tied=True)
 QWEN = decoder_shape("Qwen2.5-7B", 28, 3584, 18944, 28, 4, 128, 152064)
@@ -52,3 +67,15 @@ def test_plan_survives_json_and_renders():
 def test_bad_input_says_what_is_wrong(run, words):
     with pytest.raises(PlanError, match=words):
         run()
+
+
+def test_a_job_that_fits_by_whole_batches_alone_is_planned():
+    """No sum of gradients is kept where a micro-step is a whole batch; with rank 128 that outweighs a row more."""
+    one = replace(job(0, rank=128, batch=2), row_tokens=60.0, max_row_tokens=64, accumulate=False)
+    problem = instance([one], "1xH200", QWEN)
+    need = problem.need(((0, 1),))
+    whole, split = (problem.memory(1, 1, m, "layer", need) for m in (2, 1))
+    assert whole < split
+    spec = replace(DEVICES["H200"], memory_bytes=int((whole + split) / 2 / DEVICES["H200"].usable))
+    plan = make_plan([one], QWEN, Devices(spec, 1), options=Options(baselines=False))
+    assert [pack.m for pack in plan.packs] == [2] and plan.packs[0].memory_bytes <= spec.limit_bytes < split

@@ -21,6 +21,7 @@ from planner import (
     World,
     check_plan,
     cost_model,
+    decoder_shape,
     devices,
     devices_from,
     explain_plan,
@@ -52,6 +53,15 @@ def costs(on):
 def bound_of(jobs, on):
     problem = mixture(jobs, on)
     return mixed_bound(problem, [make_types(one) for one in problem])
+
+
+def test_jobs_that_one_type_alone_can_hold_go_there():
+    """14B in bf16 is 28 GB: none of it fits an RTX 4090, and nothing is left to trade."""
+    shape = decoder_shape("14B", 48, 5120, 13824, 40, 8, 128, 152_064)
+    jobs, on = crowd(25), devices("1xRTX4090+2xH200")
+    plan = make_plan(jobs, shape, on, options=QUICK)
+    assert {pack.device for pack in plan.packs} == {"H200"}
+    assert not check_plan(plan, jobs, shape, on, costs(on))
 
 
 def crowd(n: int, seed: int = 0) -> list[JobSpec]:
