@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 import planner
-from plora_jax.engine.driver import _orphan, _unfinished, _with_work
+from plora_jax.engine.driver import _drive, _orphan, _unfinished, _with_work
 from plora_jax.engine.journal import Journal
+from plora_jax.engine.packrun import PackRun
 from plora_jax.engine.progress import make_console
 from plora_jax.engine.replan import Replanner, Seen, measured, open_packs, replan
 from plora_jax.engine.rundir import RunDirectory
@@ -143,6 +144,49 @@ def test_workers_start_for_the_types_that_packs_are_planned_for(journal):
     assert [group.worker for group in _with_work(site, journal)] == ["1"]
     journal.append("done", pack="pack-003")
     assert [group.worker for group in _with_work(site, journal)] == ["0", "1"]
+
+
+def test_packs_that_are_added_for_a_type_without_workers_are_for_the_others(journal):
+    mixed = planner.devices("1xA100-40GB+1xH200")
+    for name in ("pack-001", "pack-002", "base"):
+        journal.append("done", pack=name)
+    journal.append("packs", packs={"pack-003": pack(C) | {"device": "A100-40GB"}})
+    started = []
+    launcher = SimpleNamespace(
+        start=lambda run, groups: started.append([group.worker for group in groups]),
+        alive=lambda: [],
+        stop=lambda: None,
+    )
+    site = Site(launcher, [Group("0", 1), Group("1", 1)], mixed)
+    run, watch = RunDirectory(journal.path.parent), SimpleNamespace(journal=journal)
+    for _ in range(2):  # a run, and one that goes on
+        journal.append("settings", settings={"devices": asdict(mixed)})
+        assert not journal.state.orphaned
+        _drive(launcher, _with_work(site, journal), run, make_console(), watch)
+    assert started == [["0"], ["0"]] and journal.state.orphaned == {"H200"}
+    journal.append("packs", packs={"pack-004": pack(D, device=1) | {"device": "H200"}})
+    assert claimed(journal, "0") == ["pack-003", "pack-004"]
+
+
+def test_a_slot_takes_jobs_of_packs_for_its_workers_type_alone(journal):
+    """Pack 1 of the A100 is begun; a job is left in an open pack of each type."""
+    journal.append("settings", settings={"devices": asdict(planner.devices("1xA100-40GB+1xH200"))})
+    packs = {
+        "pack-001": pack(A) | {"device": "A100-40GB"},
+        "pack-002": pack(B) | {"device": "A100-40GB"},
+        "pack-003": pack(C, device=1) | {"device": "H200"},  # the last planned: it would be taken first
+    }
+    journal.append("packs", packs=packs)
+    place(journal, "pack-001", A)
+    worker = SimpleNamespace(name="0", item=lambda job_id: job_id)
+    one = SimpleNamespace(journal=journal, worker=worker, program=SimpleNamespace(fits=lambda item: True))
+    for name in ("_other_packs", "_closed"):
+        setattr(one, name, partial(getattr(PackRun, name), one))
+    assert PackRun._foreign(one, journal.state) == B and not one._closed()
+    journal.append("claim", pack="pack-002", worker="0")
+    assert PackRun._foreign(one, journal.state) is None and one._closed()
+    _orphan(journal, ["0"])
+    assert PackRun._foreign(one, journal.state) == C and not one._closed()
 
 
 def scored(journal, job_id, step, fraction):

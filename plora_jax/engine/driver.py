@@ -298,7 +298,7 @@ def _with_work(site: Site, journal: Journal) -> list[Group]:
 
 
 def _orphan(journal: Journal, alive: Sequence[str]) -> None:
-    """Let any worker take the packs of those types of a mixture that have no worker any more."""
+    """Let any worker take the packs of those types of a mixture that have no worker, or none any more."""
     devices = journal.devices
     if isinstance(devices, planner.Devices):
         return
@@ -313,6 +313,7 @@ def _drive(
 ) -> None:
     """Keep workers at it until none is left or all is done, and tell of those that die."""
     jax.config.update("jax_platforms", "cpu")  # the devices are the workers'
+    _orphan(watch.journal, [group.worker for group in groups])  # jobs added later are planned on all types
     launcher.start(run.path, groups)
     deadline = math.inf
     try:

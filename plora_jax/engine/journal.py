@@ -48,7 +48,7 @@ class RunState:
         default_factory=dict
     )  # by pack id: slots, m, policy after out of memory
     done: set[str] = field(default_factory=set)
-    orphaned: set[str] = field(default_factory=set)  # device types whose workers are all gone
+    orphaned: set[str] = field(default_factory=set)  # device types without any worker
     places: dict[tuple[str, int, int], str] = field(default_factory=dict)  # (pack, micro-step, slot): job_id
     owner: dict[str, str] = field(default_factory=dict)  # by job_id: the pack that placed it last
     points: dict[str, list[Point]] = field(default_factory=dict)  # by job_id: its evaluations

@@ -255,7 +255,7 @@ class PackRun:
         """Decide which job takes slot j: the next one planned for it, else for the pack, else one of another pack."""
         asked, self.asked_at = self.asked_at, time.monotonic()
         idle = self.exhausted or not self.journal.state.waiting(self.name)
-        if idle and (self._closed() or self.asked_at - asked < LOOK_S):
+        if idle and (self.asked_at - asked < LOOK_S or self._closed()):
             self.asked_at = asked
             return None
         with self.journal.locked() as state:
@@ -276,7 +276,9 @@ class PackRun:
         return self.journal.state.settings.get("scope") == "pack" or not self._other_packs(self.journal.state)
 
     def _other_packs(self, state: RunState) -> list[str]:
-        return [name for name in state.packs if name not in state.done and name not in state.claims]
+        """List the packs that nobody has begun and that this worker may take."""
+        begun, worker = state.done | state.claims.keys(), self.worker.name
+        return [name for name in state.packs if name not in begun and state.is_for(name, worker)]
 
     def _foreign(self, state: RunState) -> str | None:
         """Find a job of a pack nobody has begun, the last planned first, that this compiled step can take."""
