@@ -64,11 +64,41 @@ def test_workers_are_placed_on_gpus_of_their_own_type(mixed):
     assert {group.kind for group in alike.groups} == {""} and alike.note.endswith("6 workers wait for more")
 
 
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(
+    ("small", "large"),
+    [
+        ({"A100"}, {"A100-80G"}),
+        ({"A100", "A100-40G"}, {"A100", "A100-80G"}),  # Ray's own A100, and what the nodes were started with
+    ],
+)
+def test_gpus_of_one_name_of_rays_are_told_apart_by_names_of_their_own(mixed, small, large, turned):
+    for node, count, names in ((0, 4, small), (1, 3, large)):
+        mixed[node] = {"CPU": 8.0, "GPU": float(count)} | {f"accelerator_type:{name}": 1.0 for name in names}
+    if turned:
+        mixed.reverse()
+    one, two = (("A100-40GB", max(small, key=len)), ("A100-80GB", "A100-80G"))
+    for devices in ("auto", "4xA100-40GB+3xA100-80GB", "3xA100-80GB+4xA100-40GB"):
+        found = ray_site(LaunchOptions("ray"), devices)
+        placed = [(found.devices.type_of(int(group.worker)).name, group.kind) for group in found.groups]
+        assert sorted(placed) == [one] * 4 + [two] * 3
+    [only] = {group.kind for group in ray_site(LaunchOptions("ray"), "2xA100-80GB").groups}
+    assert only == "A100-80G"
+
+
 def test_gpus_that_ray_cannot_tell_apart_are_refused(mixed):
     with pytest.raises(UserError, match="names A100, H200 and no L40S: workers could not be placed"):
         ray_site(LaunchOptions("ray"), "1xH200+1xL40S")
     with pytest.raises(UserError, match="names A100, H200 and no H100"):
         ray_site(LaunchOptions("ray"), "2xH100")
+    both = "calls GPUs of both A100-80GB and A100-40GB A100: workers could not be placed"
+    with pytest.raises(UserError, match=both):
+        ray_site(LaunchOptions("ray"), "1xA100-80GB+1xH200+1xA100-40GB")
+    large = {"CPU": 8.0, "GPU": 2.0, "accelerator_type:A100": 1.0, "accelerator_type:A100-80G": 1.0}
+    mixed.append(large)  # on which an A100 of 40 GB would be taken to be too
+    with pytest.raises(UserError, match=both):
+        ray_site(LaunchOptions("ray"), "2xA100-80GB+1xA100-40GB")
+    mixed.remove(large)
     with pytest.raises(UserError, match="--workers 3: there are several types of GPUs"):
         ray_site(LaunchOptions("ray", workers=3), "auto")
     del mixed[0]["accelerator_type:A100"]

@@ -11,8 +11,9 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +55,10 @@ def ray_site(options: LaunchOptions, devices: str) -> Site:
             f"--workers {options.workers}: there are several types of GPUs; say how many of each in devices"
         )
     cpus = min((int(node["CPU"] // node["GPU"]) for node in nodes if node.get("GPU")), default=1)
-    parts, named = [], []
-    for part in asked.parts:
-        parts.append(planner.Devices(part.spec, options.workers or part.count))
-        kind = _kind_of(part.spec, kinds, where) if len(kinds) > 1 or len(asked.parts) > 1 else ""
-        named += [kind] * parts[-1].count
+    parts = [planner.Devices(part.spec, options.workers or part.count) for part in asked.parts]
+    several = len(kinds) > 1 or len(parts) > 1
+    names = _names([part.spec for part in parts], nodes, where) if several else [""]
+    named = [kind for kind, part in zip(names, parts, strict=True) for _ in range(part.count)]
     groups = [Group(str(i), 1, threads=max(cpus, 1), kind=kind) for i, kind in enumerate(named)]
     short = len(groups) - there
     note = f"{where} has {there} GPUs now: {short} workers wait for more" if short > 0 else f"on {where}"
@@ -76,13 +76,18 @@ def _cpu_site(nodes: list[dict[str, float]], count: int, where: str) -> Site:
     return Site(ray_pool(), groups, planner.Devices(spec, count), f"on the CPUs of {where}")
 
 
+def _types(node: dict[str, float]) -> set[str]:
+    """Return the types of a node's GPUs, as Ray names them: what it found, and what the node was started with."""
+    prefix = "accelerator_type:"
+    return {name.removeprefix(prefix) for name in node if name.startswith(prefix)}
+
+
 def _gpu_kinds(nodes: list[dict[str, float]]) -> Counter[str]:
-    """Count the cluster's GPUs by their types, as Ray names them."""
-    prefix, kinds = "accelerator_type:", Counter[str]()
+    """Count the cluster's GPUs by their types, each under the longest of its names: A100-80G, and not A100."""
+    kinds = Counter[str]()
     for node in nodes:
-        for name in node:
-            if name.startswith(prefix):
-                kinds[name.removeprefix(prefix)] += int(node.get("GPU", 0))
+        if names := _types(node):
+            kinds[max(names, key=len)] += int(node.get("GPU", 0))
     return kinds
 
 
@@ -98,23 +103,36 @@ def _all_gpus(kinds: Counter[str], there: int, where: str) -> planner.Devices | 
     raise UserError(f"devices: auto: {where} has {found}; name them, such as 8xA100-40GB")
 
 
-def _kind_of(spec: planner.DeviceSpec, kinds: Counter[str], where: str) -> str:
-    """Return Ray's name of a device type, by which a worker is placed on a GPU of it.
+def _names(specs: Sequence[planner.DeviceSpec], nodes: list[dict[str, float]], where: str) -> list[str]:
+    """Return Ray's name of each device type, by which a worker is placed on a GPU of it.
 
     Raises:
-      UserError: Ray names no such GPU.
+      UserError: Ray names no such GPU, or the name of one type would do for a GPU of another.
     """
-    for kind in kinds:
-        try:
-            same = spec == _parse(kind).parts[0].spec
-        except UserError:
-            same = False
-        if same or kind.upper() == spec.name.split("-")[0]:
-            return kind
-    found = ", ".join(kinds) or "no types"
-    raise UserError(
-        f"devices: {where} names {found} and no {spec.name}: workers could not be placed on the right GPUs"
-    )
+    kinds, out = _gpu_kinds(nodes), []
+    for spec in specs:
+        alike = [kind for kind in kinds if kind.upper() == spec.name.split("-")[0]]  # A100 of either memory
+        found = [kind for kind in kinds if _is_named(spec, kind)] + alike
+        if not found:
+            raise UserError(
+                f"devices: {where} names {', '.join(kinds) or 'no types'} and no {spec.name}: workers could not be "
+                "placed on the right GPUs"
+            )
+        out.append(found[0])
+    for (one, first), (two, second) in combinations(zip(specs, out, strict=True), 2):
+        if any({first, second} <= _types(node) for node in nodes):
+            raise UserError(
+                f"devices: {where} calls GPUs of both {one.name} and {two.name} {min(first, second, key=len)}: workers "
+                "could not be placed on the right GPUs; name one of them, or start the nodes with a name for each"
+            )
+    return out
+
+
+def _is_named(spec: planner.DeviceSpec, kind: str) -> bool:
+    try:
+        return planner.devices(kind).parts[0].spec == spec
+    except planner.PlanError:
+        return False
 
 
 def _parse(devices: str) -> planner.Devices | planner.Mixture:
