@@ -160,8 +160,9 @@ class Instance:
             f"on each of {top} {spec.name}, which may use {self.limit / 2**30:.1f} GiB"
         )
         advice = []
+        most = min(spec.max_degree, spec.node_size)
         for d in (2, 4, 8, 16, 32, 64):
-            if d > count and self.least_memory(worst, d, self.precision) <= self.limit:
+            if count < d <= most and self.least_memory(worst, d, self.precision) <= self.limit:
                 advice.append(f"{d} devices would hold it")
                 break
         for precision in ("bf16", *(["fp8"] if spec.fp8 else []), "int8", "nf4"):

@@ -53,6 +53,7 @@ def test_workers_are_placed_on_gpus_of_their_own_type(mixed):
     assert [(group.worker, group.kind) for group in found.groups] == [
         (str(n), "A100" if n < 4 else "H200") for n in range(6)
     ]
+    assert [part.degrees for part in find_site(LaunchOptions("ray"), "auto").devices.parts] == [(1,), (1,)]
     other = ray_site(LaunchOptions("ray"), "2xH200+1xA100-80GB")  # Ray says A100 of either memory
     assert str(other.devices) == "2 × H200 + 1 × A100-80GB"
     assert [group.kind for group in other.groups] == ["H200", "H200", "A100"]

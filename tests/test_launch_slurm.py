@@ -85,6 +85,7 @@ def test_what_cannot_be_launched(monkeypatch, tmp_path):
         find_site(LaunchOptions("slurm", slurm="--time=1\nrm -r x"), "8xH200")
     found = find_site(LaunchOptions("slurm", workers=3), "8xH200")
     assert [group.gpus for group in found.groups] == [1, 1, 1] and found.devices.count == 3
+    assert found.devices.degrees == (1,)  # a task has one GPU
     with pytest.raises(SlurmError, match="false: exit code 1"):
         slurm("false")
 

@@ -1,11 +1,14 @@
 """Which devices and cores the workers of a sweep get, and what is said when there are none."""
 
 import os
+from dataclasses import asdict
 from importlib.metadata import EntryPoint
 from types import SimpleNamespace
 
 import pytest
 
+import planner
+from planner import JobSpec, Options, decoder_shape, make_plan
 from plora_jax import machine, planning
 from plora_jax.errors import UserError
 from plora_jax.launch import site
@@ -188,3 +191,40 @@ def test_a_gpu_that_this_process_uses_already(here):
     assert found.launcher is None and len(found.groups) == found.devices.count == 1
     assert found.devices.spec.limit_bytes == pytest.approx(100 * 2**30, rel=1e-6)
     assert find_site(LaunchOptions("inline"), "auto", held=2**40).devices.spec.memory_bytes == 143771 * 2**20
+
+
+def a10(count):
+    return [Gpu("NVIDIA A10", 23028, "580", f"GPU-A{i}", 0) for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "n", "degrees", "kinds"),
+    [
+        (H200, 3, {4}, ["H200"] * 3),
+        ([*a10(4), H200[0]], 24, {1, 2}, ["H200"]),  # 14B in bf16, 28 GiB, is more than an A10 holds
+    ],
+)
+def test_what_runs_is_planned_for_a_gpu_a_pack(here, gpus, n, degrees, kinds):
+    """`degrees` are what a plan of groups has; `kinds` the devices that are used when packs are on one each."""
+    here.gpus = gpus
+    found = find_site(LaunchOptions(), "auto").devices
+    shape = decoder_shape("Qwen2.5-14B", 48, 5120, 13824, 40, 8, 128, 152064)
+    jobs = [JobSpec(str(i), 16, 8, 2000, 200.0, 400) for i in range(n)]
+    plain = Options(baselines=False)
+    stated = make_plan(jobs, shape, planning.find_devices("auto"), precision="bf16", options=plain)
+    assert {pack.degree for pack in stated.packs} == degrees
+    plan = make_plan(jobs, shape, found, precision="bf16", options=plain)
+    assert {pack.degree for pack in plan.packs} == {1}
+    assert (
+        sorted(found.type_of(on).name for on in {on for pack in plan.packs for on in pack.devices}) == kinds
+    )
+    assert planner.devices_from(asdict(found)) == found  # from which a run plans again, and what is added
+
+
+def test_a_base_that_no_single_gpu_holds_is_refused(here):
+    here.gpus = a10(4)
+    shape = decoder_shape("Qwen2.5-14B", 48, 5120, 13824, 40, 8, 128, 152064)
+    with pytest.raises(planner.PlanError) as refused:
+        make_plan([JobSpec("a", 16, 8, 2000, 200.0, 400)], shape, find_site(LaunchOptions(), "auto").devices)
+    assert "on each of 1 A10, which may use 20.7 GiB" in str(refused.value)
+    assert "devices would hold it" not in str(refused.value)  # for packs are on one each

@@ -40,7 +40,7 @@ class Site(NamedTuple):
 
 
 def find_site(options: LaunchOptions, devices: str, *, held: int | None = None) -> Site:
-    """Find what a sweep with `devices` (as in SWEEP.yaml) runs on.
+    """Find what a sweep with `devices` (as in SWEEP.yaml) runs on; it is planned with a device a pack, as workers run.
 
     Args:
       held: bytes of its GPU that JAX may use in this process, which already does; for "inline" alone.
@@ -48,6 +48,13 @@ def find_site(options: LaunchOptions, devices: str, *, held: int | None = None) 
     Raises:
       UserError: the devices that are asked for are not there, or more workers are asked for than there are devices.
     """
+    site = _site(options, devices, held)
+    parts = site.devices.parts  # a worker runs packs on one device: see docs/cluster.md
+    alone = [replace(part, spec=replace(part.spec, max_degree=1)) for part in parts]
+    return site._replace(devices=planner.mix(alone))
+
+
+def _site(options: LaunchOptions, devices: str, held: int | None) -> Site:
     if options.launcher == "ray":
         from plora_jax.launch.ray import ray_site
 
