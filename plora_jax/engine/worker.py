@@ -1,4 +1,4 @@
-"""A worker: one process with one device group, the base model resident, that runs packs until none is left.
+"""A worker: one process with one device, the base model resident, that runs packs until none is left.
 
 Workers and driver meet in the run directory alone (journal.py). A pack is a worker's for as long as it holds the lock
 `claims/PACK.lock`; when the worker dies, by whatever cause, the next one takes the pack up from its checkpoint.
@@ -61,7 +61,7 @@ class Worker:
 
     Args:
       path: the run directory, made by the driver.
-      name: names the worker's files, and its place among the plan's device groups when it is a number.
+      name: names the worker's files, and its place among the plan's devices when it is a number.
       base: the model, when the caller has it loaded.
       on_status: told what is written to workers/NAME.json.
     """
@@ -129,7 +129,7 @@ class Worker:
             self.status(phase="done", pack=None)
 
     def _claim(self) -> tuple[str, IO[bytes]] | None:
-        """Take the first thing to do that nobody is doing: packs of this device group first, scores last."""
+        """Take the first thing to do that nobody is doing: packs of this device first, scores last."""
         claims = self.run.path / "claims"
         claims.mkdir(exist_ok=True)
         with self.journal.locked() as state:
@@ -155,7 +155,7 @@ class Worker:
         return None
 
     def _packs(self, state: RunState) -> Iterator[str]:
-        """Yield the packs that are not done, those of this device group first; of packs planned for devices of another
+        """Yield the packs that are not done, those of this device first; of packs planned for devices of another
         type, only those whose workers are gone.
         """
         packs = [name for name in state.packs if name not in state.done and state.is_for(name, self.name)]
@@ -421,7 +421,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m plora_jax.engine.worker", description=main.__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory of a sweep")
-    parser.add_argument("--worker", default="0", metavar="ID", help="number of the worker's device group")
+    parser.add_argument("--worker", default="0", metavar="ID", help="number of the worker's device")
     args = parser.parse_args(argv)
     worker = Worker(args.run, args.worker, console=Console(file=sys.stderr, width=160))
     try:
