@@ -101,6 +101,10 @@ class CostModel:
             value = getattr(model, name)
             if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
                 raise PlanError(f"{where}: {name} is {value!r}; a positive number is needed")
+        for name in ("layer_s", "step_s", "attention_flops", "load_s", "compile_s", "export_s", "launch_s"):
+            value = getattr(model, name)
+            if not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
+                raise PlanError(f"{where}: {name} is {value!r}; a number of at least 0 is needed")
         if not isinstance(model.fitted, dict):
             raise PlanError(f"{where}: fitted is {model.fitted!r}; an object is needed")
         for name, values in model.fitted.items():

@@ -97,7 +97,9 @@ def test_rows_handed_over_are_the_rows_read(root, metric):
     assert not asked
 
 
-@pytest.mark.parametrize("harm", ["torn", "flipped", "absent", "another file"])
+@pytest.mark.parametrize(
+    "harm", ["torn", "flipped", "absent", "encrypted", "another archive", "another file"]
+)
 def test_what_is_not_whole_or_not_all_is_not_taken(root, harm):
     sweep = load_sweep(write(root))
     tokenizer = load_tokenizer(str(root / "model"))
@@ -112,6 +114,11 @@ def test_what_is_not_whole_or_not_all_is_not_taken(root, harm):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
     elif harm == "absent":
         path.unlink()
+    elif harm == "encrypted":  # a bit of the archive's directory
+        at = whole.index(b"PK\x01\x02") + 8
+        path.write_bytes(whole[:at] + bytes([whole[at] | 1]) + whole[at + 1 :])
+    elif harm == "another archive":
+        np.savez(path, tokens=np.zeros(3))
     else:
         jobs.append(Job(rank=8, train="other.jsonl"))
     assert take_over(root, sweep, jobs, lambda: None) is None

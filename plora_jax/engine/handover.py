@@ -67,8 +67,8 @@ def take_over(run: Path, sweep: Sweep, jobs: Sequence[Job], tokenizer: Callable[
         with np.load(run / ROWS) as held:
             arrays = dict(held)  # checked against the archive's own sums
         said = json.loads(arrays["said"].tobytes())
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
-        return None
+    except (OSError, EOFError, ValueError, KeyError, NotImplementedError, RuntimeError, zipfile.BadZipFile):
+        return None  # the last four for damage to the archive's directory
     files = {}
     for n, (name, report) in enumerate(said["files"].items()):
         tokens, trained = (_get(arrays, f"file{n}.{what}") for what in ("tokens", "trained"))

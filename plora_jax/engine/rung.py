@@ -57,13 +57,17 @@ def export(worker: "Worker", trained: Trained, folder: str) -> None:
 def conclude(
     worker: "Worker", trained: Trained, total: int, best_step: int, status: str, reason: str
 ) -> None:
-    """Export and record what a job has come to, of `total` steps, its best evaluation being at `best_step`."""
+    """Export and record what a job has come to, of `total` steps, its best evaluation being at `best_step`.
+
+    One that was stopped before its first evaluation has no adapter.
+    """
     job_id, scores = trained.job.job_id, worker.journal.state.scores
-    if status == "stopped" and (job_id, trained.steps) not in scores and not best_step:
-        status, reason = "failed", f"{reason} before it was scored"
+    unscored = status == "stopped" and (job_id, trained.steps) not in scores and not best_step
+    if unscored:
+        reason = f"{reason} before it was scored"
     score: Score | None = None
     more: dict[str, Any] = {"fraction": trained.steps / total}
-    if status != "failed":
+    if status != "failed" and not unscored:
         step = best_step if worker.sweep.train.keep == "best" else trained.steps
         fault("export")
         directory = worker.run.job(job_id)

@@ -197,6 +197,15 @@ def _versions() -> list[tuple[str, str]]:
     return found
 
 
+def _evict(place: Path) -> None:
+    """Delete what was not used for longest, and what processes that were killed left behind."""
+    files = [path for path in place.iterdir() if path.is_file()]  # no links that lead nowhere
+    files.sort(key=lambda path: path.stat().st_mtime)
+    killed = [path for path in files if path.name[0] == "." and path.stat().st_mtime < time.time() - 86_400]
+    for old in (*[path for path in files if path.name[0] != "."][:-MOST], *killed):
+        old.unlink(missing_ok=True)
+
+
 def _own(path: Path) -> bool:
     """Tell whether none but this user and root may write a file or folder: what is read from it is run."""
     found = path.stat()
@@ -240,10 +249,7 @@ def _write(name: str, program: Any) -> None:
         part = Path(path)
         part.write_bytes(hashlib.sha256(content).digest() + content)
         part.replace(place / name)
-        files = sorted(place.glob("[0-9a-f]*"), key=lambda path: path.stat().st_mtime)
-        killed = [path for path in place.glob(".*") if path.stat().st_mtime < time.time() - 86_400]
-        for old in (*files[:-MOST], *killed):
-            old.unlink(missing_ok=True)
+        _evict(place)
     except Exception as error:  # a full disk, or whatever a device's own serialisation raises
         log.warning("the step is not kept: %s: %s", type(error).__name__, error)
         if part is not None:

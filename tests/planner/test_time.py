@@ -118,6 +118,7 @@ def test_a_step_may_cost_nothing_a_token(values, count):
             json.dumps({"device": "x", "flops": -1, "adapter_flops": 1, "bandwidth": 1, "layer_s": 0}),
             "flops is -1",
         ),
+        (replace(cost_model(DEVICES["A100-40GB"]), compile_s=-5.0).to_json(), "compile_s is -5"),
         (replace(cost_model(DEVICES["A100-40GB"]), fitted={"x": [0, 0, 0, 0]}).to_json(), "fitted x"),
         (replace(cost_model(DEVICES["A100-40GB"]), fitted={"x": [1, -1, 0, 0]}).to_json(), "fitted x"),
     ],
