@@ -74,7 +74,7 @@ def test_written_out_layers_that_recompute_hold_less(tmp_path):
     """XLA would make one of a layer's forward pass and its recomputation; barriers keep both, no copies of weights."""
     wide = {"intermediate_size": 512, "num_hidden_layers": 8}
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | wide))
-    base = abstract_base(str(tmp_path), jnp.float32)
+    base = abstract_base(str(tmp_path), dtype=jnp.float32)
     spec = pack_spec(base.config, [Job(rank=8, batch_size=2, max_steps=1)], m=2)
 
     def temporary(**fields):
@@ -86,9 +86,7 @@ def test_written_out_layers_that_recompute_hold_less(tmp_path):
         return step.lower(state, base.params, batch).compile().memory_analysis().temp_size_in_bytes
 
     none, dots, layer = (temporary(recompute=policy) for policy in ("none", "dots", "layer"))
-    act = (
-        8 * 2 * 128 * 512 * 4
-    )  # what SwiGLU gives in all layers; gate and up, which "layer" does not keep, are twice it
+    act = 8 * 2 * 128 * 512 * 4  # what SwiGLU gives in all layers; gate and up are twice as much
     assert none - dots > act and dots - layer > act
 
 
