@@ -170,7 +170,7 @@ def main() -> None:
     known = json.loads(args.out.read_text(encoding="utf-8")) if args.policy else []
     points = []
     for number, case in enumerate(cases):
-        keep = args.policy and case[5] != args.policy
+        keep = number < len(known) and case[5] != args.policy  # without --policy nothing is known
         points.append(known[number] if keep else point(asked, *case))
         rest = known[number + 1 :]
         args.out.write_text(json.dumps(points + rest, indent=1) + "\n", encoding="utf-8")
