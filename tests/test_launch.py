@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from planner.devices import cpu_device
 from plora_jax.engine import driver as engine
 from plora_jax.engine.driver import _drive, _Watch
 from plora_jax.engine.journal import BASE, TEST, Journal
@@ -198,6 +200,7 @@ def test_the_driver_does_not_wait_for_a_worker_that_no_work_is_left_for(tmp_path
     console = Console(file=io.StringIO())
     with open_run(tmp_path / "run", resume=False) as run, Progress(console, 1.0) as progress:
         journal = Journal(run.path / "journal.jsonl")
+        journal.append("settings", settings={"devices": asdict(cpu_device(2**30))})
         for name in (BASE, TEST):
             journal.append("done", pack=name)
         watch = watch_of(run, journal, progress)
