@@ -6,7 +6,7 @@ configuration LP is built as text-book constraints in cvxpy and solved at the cl
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -14,8 +14,9 @@ from planner.check_bound import Part, can_finish
 from planner.check_models import coefficients, pack_bytes, union
 from planner.devices import Devices, Mixture
 from planner.plan import Pack, Plan
+from planner.several import Problem, SeveralPlan
 from planner.specs import JobSpec, ModelShape
-from planner.time import CostModel
+from planner.time import CostModel, cost_models
 
 TOLERANCE = 1e-6
 
@@ -234,3 +235,35 @@ def _bound(plan: Plan, jobs: list[JobSpec], shape: ModelShape, parts: list[Part]
     if can_finish(plan, jobs, shape, parts, sooner):
         return [f"the bound {plan.lower_bound_s} ({plan.bound}) does not hold: {sooner} is not ruled out"]
     return []
+
+
+def check_several(
+    plan: SeveralPlan, problems: Sequence[Problem], devices: Devices, *, bound: bool = True
+) -> list[str]:
+    """Return what is wrong with a plan of several sweeps, one sentence each; an empty list when nothing is.
+
+    Checks: every sweep's own plan; no device in two shares or beyond the last; no pack on two hosts; with `bound`, that
+    no sweep ends 0.2 % before the bound on all on its `too_few` devices, and that no deal gives every sweep more.
+    """
+    if [share.name for share in plan.sweeps] != [problem.name for problem in problems]:
+        return ["the sweeps are not those that were asked for"]
+    taken = [device for share in plan.sweeps for device in share.devices]
+    faults = [f"device {n} is in several shares" for n in sorted(set(taken)) if taken.count(n) > 1]
+    faults += [f"device {n} is not on the machine" for n in taken if not 0 <= n < devices.count]
+    for share, problem in zip(plan.sweeps, problems, strict=True):
+        jobs, shape, own = list(problem.jobs), problem.shape, Devices(devices.spec, len(share.devices))
+        (cost,) = cost_models(own, problem.cost_model).values()
+        found = check_plan(share.plan, jobs, shape, own, cost, bound=bound)
+        for n, pack in enumerate(share.plan.packs):
+            on = [share.devices[device] for device in pack.devices if device < own.count]
+            if len({device // devices.spec.node_size for device in on}) > 1:
+                found.append(f"pack {n} straddles hosts of {devices.spec.node_size} devices")
+        if bound and not found and share.too_few > 0:
+            few = Devices(devices.spec, share.too_few)
+            proof, sooner = replace(share.plan, prices=share.prices), plan.lower_bound_s * (1 - 2e-3)
+            if can_finish(proof, jobs, shape, [(few, cost)], sooner):
+                found.append(f"{few} are not shown to be too few to end within {sooner}")
+        faults += [f"{share.name}: {fault}" for fault in found]
+    if bound and sum(share.too_few + 1 for share in plan.sweeps) <= devices.count:
+        faults.append("the bound does not hold: every sweep can get more devices than are too few")
+    return faults

@@ -1,5 +1,7 @@
 """A plan for the eye: a table of packs and a Gantt chart in plain text."""
 
+from collections.abc import Sequence
+
 from planner.plan import Pack, Plan
 
 WIDTH = 60
@@ -93,7 +95,12 @@ def table(plan: Plan) -> list[str]:
                 f"{pack.memory_bytes / 2**30:.1f}/{pack.memory_limit_bytes / 2**30:.1f} GiB ({share:.0f} %)",
             )
         )  # fmt: skip
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    return aligned(rows)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line a row, its cells under one another."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 

@@ -1,9 +1,11 @@
 """A plan's Gantt chart as an SVG file: one row a device group, one bar a job in its slot."""
 
+import re
 from html import escape
 
 from planner.plan import Plan
 from planner.render import device_range, duration
+from planner.several import SeveralPlan
 
 WIDTH, LEFT, TOP = 960, 90, 46
 SLOT_PX, GAP_PX = 8, 10
@@ -61,3 +63,14 @@ def gantt_svg(plan: Plan) -> str:
         label = duration(tick / 5 * plan.makespan_s)
         out.append(f'<text x="{x:.1f}" y="{y + 16}" text-anchor="middle">{label}</text>')
     return "\n".join([*out, "</svg>"])
+
+
+def several_svg(plan: SeveralPlan) -> str:
+    """Return the charts of several sweeps, one below the other, in the machine's device numbers."""
+    charts, y = [], 0
+    for share in plan.sweeps:
+        chart = gantt_svg(share.placed)
+        charts.append(chart.replace("<svg ", f'<svg y="{y}" ', 1))
+        y += int(re.findall(r'height="(\d+)"', chart)[0])
+    size = f'viewBox="0 0 {WIDTH} {y}" width="{WIDTH}" height="{y}"'
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', *charts, "</svg>"])

@@ -180,9 +180,10 @@ def _parser() -> argparse.ArgumentParser:
         "plan",
         _plan,
         "Plan a sweep: which jobs share a device, when, and in how much memory. Needs no accelerator; "
-        "`sweep --dry-run` also checks every row.",
+        "`sweep --dry-run` also checks every row. Of several sweeps, each of its own model, each gets devices of its "
+        "own, so that the last ends as early as possible.",
     )
-    sub.add_argument("sweep", type=Path, metavar="SWEEP.yaml")
+    sub.add_argument("sweep", type=Path, nargs="+", metavar="SWEEP.yaml")
     sub.add_argument(
         "--devices",
         help="such as 8xA100-40GB, 4xA100-40GB+4xH200, or cpu (default: the sweep's, else this machine)",
@@ -404,9 +405,13 @@ def _quickstart(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    if len(args.sweep) > 1:
+        from plora_jax.several import several_command
+
+        return several_command([_read(path) for path in args.sweep], args)
     from plora_jax.planning import plan_command
 
-    return plan_command(*_read(args.sweep), args)
+    return plan_command(*_read(args.sweep[0]), args)
 
 
 def _sweep(args: argparse.Namespace) -> int:

@@ -252,12 +252,6 @@ def solve(
     Raises:
       UserError: no plan is possible; the message says why.
     """
-    options = planner.Options(
-        max_slots=problem.slots or planner.Options.max_slots,
-        early_stop=_ladders(problem.early_stop),
-        by_rung=problem.by_rung if incumbent is None else False,
-        baselines=incumbent is None,
-    )
     try:
         plan = planner.make_plan(
             problem.specs,
@@ -265,12 +259,27 @@ def solve(
             problem.devices,
             precision=problem.precision,
             cost_model=cost_model,
-            options=options,
+            options=plan_options(problem, replanned=incumbent is not None),
             incumbent=incumbent,
             busy_until=busy_until,
         )
     except planner.PlanError as error:
         raise UserError(str(error)) from None
+    return with_fields(problem, plan)
+
+
+def plan_options(problem: Problem, replanned: bool = False) -> planner.Options:
+    """Return how a problem is planned; planned again, without baselines and as whole jobs."""
+    return planner.Options(
+        max_slots=problem.slots or planner.Options.max_slots,
+        early_stop=_ladders(problem.early_stop),
+        by_rung=False if replanned else problem.by_rung,
+        baselines=not replanned,
+    )
+
+
+def with_fields(problem: Problem, plan: planner.Plan) -> planner.Plan:
+    """Return a plan whose jobs carry the fields of the sweep beside the planner's, and with the problem's notes."""
     fields = {job.job_id: job.to_dict() for job in problem.jobs}
     jobs = {name: spec | fields[name] for name, spec in plan.jobs.items()}
     return replace(plan, jobs=jobs, notes=(*plan.notes, *problem.notes))
@@ -333,13 +342,16 @@ def gpu_spec(gpu: Gpu) -> planner.DeviceSpec:
     return replace(spec, memory_bytes=memory, fp8=spec.fp8 or not named, fused=spec.fused if named else 0)
 
 
+def load_costs(files: Sequence[Path]) -> planner.CostModel | dict[str, planner.CostModel] | None:
+    """Read the cost models that a command names: one, or one for each type of devices."""
+    measured = [planner.CostModel.load(file) for file in files]
+    return {model.device: model for model in measured} if len(measured) > 1 else next(iter(measured), None)
+
+
 def plan_command(sweep: Sweep, jobs: Sequence[Job], args: Namespace) -> int:
     """Plan a sweep for the command line: print the plan, and write it where `--json` and `--svg` say."""
-    measured = [planner.CostModel.load(file) for file in args.cost_model or ()]
+    cost = load_costs(args.cost_model or ())
     problem = sweep_problem(sweep, jobs, devices=args.devices, rows=args.rows)
-    cost: planner.CostModel | dict[str, planner.CostModel] | None = measured[0] if measured else None
-    if len(measured) > 1:
-        cost = {model.device: model for model in measured}
     plan = solve(problem, cost)
     print(planner.render_plan(plan))
     if args.explain:

@@ -3,7 +3,9 @@
 import errno
 import json
 import os
+import re
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -174,6 +176,75 @@ def test_a_mixture_of_devices_is_planned(tmp_path: Path, capsys: pytest.CaptureF
         Path(files[-1]).write_text(cost_model(device_spec(name)).slowed(2.0).to_json())
     assert cli.main([*argv, *files]) == 0
     assert json.loads(target.read_text())["makespan_s"] > 1.8 * plan["makespan_s"]
+
+
+def test_several_sweeps_get_devices_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    first, second = tmp_path / "a", tmp_path / "b c"
+    for directory, ranks in ((first, [4, 8]), (second, [4, 8, 16, 32, 64])):
+        directory.mkdir()
+        write_sweep(directory, search={"rank": ranks}, devices="3xH200")
+    files = [str(directory / "sweep.yaml") for directory in (first, second)]
+    target, chart = tmp_path / "plan.json", tmp_path / "plan.svg"
+    argv = ["plan", *files, "--json", str(target), "--svg", str(chart), "--explain"]
+    assert cli.main(argv) == 0
+    said, plan = capsys.readouterr().out, json.loads(target.read_text())
+    shares = [share["devices"] for share in plan["sweeps"]]
+    assert sorted(n for own in shares for n in own) == [0, 1, 2] and all(shares)
+    assert plan["makespan_s"] == max(share["plan"]["makespan_s"] for share in plan["sweeps"])
+    assert plan["lower_bound_s"] <= plan["makespan_s"] and plan["device_count"] == 3
+    assert [len(share["plan"]["jobs"]) for share in plan["sweeps"]] == [2, 5]
+    assert all("learning_rate" in job for share in plan["sweeps"] for job in share["plan"]["jobs"].values())
+    assert said.startswith("2 sweeps on 3 × H200, each on devices of its own: makespan ")
+    assert said.count("no plan is shorter than") == 2
+    lines = [line for line in said.splitlines() if "plora sweep" in line]
+    for n, (line, file, own) in enumerate(zip(lines, files, shares, strict=True), 1):
+        visible, *command = shlex.split(line)
+        assert visible == "CUDA_VISIBLE_DEVICES=" + ",".join(map(str, own))
+        assert command == ["plora", "sweep", file, "--out", f"runs/sweep-{n}", "--workers", str(len(own))]
+        assert cli._parser().parse_args(command[1:]).workers == len(own)
+    drawn = ElementTree.parse(chart).getroot()
+    tops = [
+        (float(one.get("y", "")), float(one.get("height", ""))) for one in drawn if one.tag.endswith("svg")
+    ]
+    assert tops[0][0] == 0 and tops[1][0] == tops[0][1] and float(drawn.get("height", "")) == sum(tops[1])
+    firsts = [
+        share["devices"][pack["devices"][0]] for share in plan["sweeps"] for pack in share["plan"]["packs"]
+    ]
+    assert {element.text for element in drawn.iter()} >= {f"device {n}" for n in firsts}
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6,7")  # in which the sweep's numbers count
+    assert cli.main(["plan", *files]) == 0
+    told = re.findall(r"CUDA_VISIBLE_DEVICES=([\d,]+) ", capsys.readouterr().out)
+    assert ",".join(told) == "5,6,7"
+    assert cli.main(["plan", *files, "--devices", "12xA100-40GB"]) == 0
+    said = capsys.readouterr().out
+    assert "CUDA_VISIBLE_DEVICES" not in said and said.count("--launcher ray") == 2
+    assert said.count("with devices: auto in ") == 2
+
+
+def test_several_sweeps_that_cannot_be_planned_together_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, devices in (("a", "2xH200"), ("b", "3xH200")):
+        (tmp_path / name).mkdir()
+        write_sweep(tmp_path / name, devices=devices)
+    files = [str(tmp_path / name / "sweep.yaml") for name in ("a", "b")]
+    for more, words in (
+        ([], f"different ones ({files[0]}: 2xH200, {files[1]}: 3xH200); say which with --devices"),
+        (["--devices", "4xcpu-16GB"], "are planned on GPUs"),
+        (
+            ["--devices", "1xH200"],
+            f"1 × H200 are too few for devices of their own: the sweeps need at least {files[0]} 1",
+        ),
+        (["--devices", "2xA100-40GB+2xH200"], "devices of one type"),
+    ):
+        assert cli.main(["plan", *files, *more]) == 2
+        assert words in capsys.readouterr().err
+    assert cli.main(["plan", files[0], files[0], "--devices", "2xH200"]) == 2
+    assert "another name" in capsys.readouterr().err
 
 
 def test_interrupts_are_told_from_failures(
