@@ -19,7 +19,7 @@ from planner.placed import Placed, place
 from planner.plan import Pack, Plan
 from planner.published import Published
 from planner.rungs import Ladders, Rungs, with_early_stop
-from planner.signature import POLICIES
+from planner.signature import LAST_RESORT, POLICIES
 from planner.specs import JobSpec, ModelShape, check_jobs
 from planner.time import CostModel, cost_models
 
@@ -31,10 +31,11 @@ DTM_JOBS, DTM_DEVICES = 200, 16  # the published method is run as a baseline up 
 class Options:
     """Set what a plan may use and how long it is searched.
 
-    `max_slots` bounds J, `policies` the recompute policies. `effort` counts tries; None takes what a few
-    seconds allow for the size. `wall_s` ends the search early, as a safety: such a plan says `truncated` and
-    may differ between machines. `early_stop` names the rungs of every job: the plan then tells its expected end,
-    simulated, and is made rung by rung where that is expected to end earlier, or where `by_rung` says so.
+    `max_slots` bounds J, `policies` the recompute policies; the default ones are joined by "offload" where some job
+    fits no GPU by them. `effort` counts tries; None takes what a few seconds allow for the size. `wall_s` ends the
+    search early, as a safety: such a plan says `truncated` and may differ between machines. `early_stop` names the
+    rungs of every job: the plan then tells its expected end, simulated, and is made rung by rung where that is
+    expected to end earlier, or where `by_rung` says so.
     """
 
     max_slots: int = 256
@@ -87,13 +88,21 @@ def make_plan(
     busy = tuple(busy_until) if any(busy_until) else ()
     if busy and len(busy) != devices.count:
         raise PlanError(f"busy_until has {len(busy)} numbers for {devices.count} devices; give one each")
-    instances: list[Instance] = []
-    for part, cost in zip(devices.parts, costs.values(), strict=True):
-        first = sum(one.devices.count for one in instances)
-        own = busy[first : first + part.count] if any(busy[first : first + part.count]) else ()
-        limits = options.max_slots, options.policies
-        several = len(costs) > 1
-        instances.append(Instance(kept, shape, part, precision, cost, *limits, own, several, first))
+
+    def instances_with(policies: tuple[str, ...]) -> list[Instance]:
+        out: list[Instance] = []
+        for part, cost in zip(devices.parts, costs.values(), strict=True):
+            first = sum(one.devices.count for one in out)
+            own = busy[first : first + part.count] if any(busy[first : first + part.count]) else ()
+            limits, several = (options.max_slots, policies), len(costs) > 1
+            out.append(Instance(kept, shape, part, precision, cost, *limits, own, several, first))
+        return out
+
+    policies, instances = options.policies, instances_with(options.policies)
+    on_host = policies == POLICIES and all(part.spec.name != "cpu" for part in devices.parts)
+    if on_host and not all(any(one.fits(k) for one in instances) for k in range(len(instances[0].classes))):
+        policies = (*policies, LAST_RESORT)
+        instances = instances_with(policies)
     able = [instance for instance in instances if instance.degrees]
     if able and len(able) < len(instances):
         idle = " and ".join(str(instance.devices) for instance in instances if not instance.degrees)
@@ -119,8 +128,7 @@ def make_plan(
     if options.early_stop is None:
         return plan
     specs = {job.job_id: job for job in kept}
-    ladders, slots, policies = options.early_stop, options.max_slots, options.policies
-    rungs = Rungs(specs, shape, devices, precision, costs, ladders, slots, policies)
+    rungs = Rungs(specs, shape, devices, precision, costs, options.early_stop, options.max_slots, policies)
     effort = options.effort or default_effort(instances[0])
     return with_early_stop(plan, rungs, effort, False if busy else options.by_rung)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from planner.check_bound import Part, can_finish
+from planner.check_bound import Part, can_finish, needs_host
 from planner.check_models import coefficients, pack_bytes, union
 from planner.devices import Devices, Mixture
 from planner.plan import Pack, Plan
@@ -52,6 +52,10 @@ def check_plan(
         faults += [f"pack {n}: {fault}" for fault in _program(pack, here)]
         faults += [f"pack {n}: {fault}" for fault in _times(pack, spec, shape, plan.precision, own)]
         faults += [f"pack {n}: {fault}" for fault in _memory(pack, here, shape, plan, part, own)]
+    if any(pack.policy == "offload" for pack in plan.packs) and not needs_host(
+        jobs, plan.precision, shape, parts
+    ):
+        faults.append("layer inputs go to the host's memory although every job fits without")
     last = max((a.end_s for pack in plan.packs for a in pack.assign), default=0.0)
     if not math.isclose(last, plan.makespan_s, rel_tol=TOLERANCE):
         faults.append(f"the last job ends at {last}, the plan says {plan.makespan_s}")

@@ -72,11 +72,13 @@ def can_finish(plan: Plan, jobs: list[JobSpec], shape: ModelShape, parts: list[P
             [],
         ).append(job)
     groups = list(kinds.values())
+    offloads = needs_host(jobs, plan.precision, shape, parts)
     sides, first = [], 0
     for devices, cost in parts:
         free = sorted((C - s for s in until[first : first + devices.count]), reverse=True)
         first += devices.count
-        found = _modes([group[0] for group in groups], plan.precision, shape, devices, cost)
+        policies = (*cost.recompute, *(["offload"] if offloads else []))
+        found = _modes([group[0] for group in groups], plan.precision, shape, devices, cost, policies)
         modes = list(dict.fromkeys(found))  # policies that cost the same are one mode
         ways = [
             [(mode, way) for mode in modes if (way := _way(group[0], mode, cost, shape, plan, left))]
@@ -100,12 +102,41 @@ def can_finish(plan: Plan, jobs: list[JobSpec], shape: ModelShape, parts: list[P
     return _machine_time(groups, sides, left) <= 1 + 1e-7
 
 
+def needs_host(jobs: list[JobSpec], precision: str, shape: ModelShape, parts: list[Part]) -> bool:
+    """Say whether some job fits no device group, by one row or a whole batch, unless layer inputs go to the host."""
+
+    def fits(job: JobSpec, devices: Devices, cost: CostModel, degree: int, m: int, policy: str) -> bool:
+        summed = job.accumulate or m != job.batch_size
+        S, own = -(-job.max_row_tokens // 8) * 8, (job.optimizer == "adamw", job.targets, summed)
+        slots = [_bucket(job.rank)]
+        need = pack_bytes(shape, cost, devices, precision, degree, slots, m, S, policy, *own)
+        return need <= devices.spec.memory_bytes * devices.spec.usable
+
+    if any(devices.spec.name == "cpu" for devices, _ in parts):
+        return False
+    return not all(
+        any(
+            fits(job, devices, cost, degree, m, policy)
+            for devices, cost in parts
+            for degree in devices.degrees
+            for m in {1, job.batch_size}
+            for policy in cost.recompute
+        )
+        for job in jobs
+    )
+
+
 def _bucket(rank: int) -> int:
     return next((b for b in (8, 16, 32, 64, 128, 256) if rank <= b), -(-rank // 256) * 256)
 
 
 def _modes(
-    jobs: list[JobSpec], precision: str, shape: ModelShape, devices: Devices, cost: CostModel
+    jobs: list[JobSpec],
+    precision: str,
+    shape: ModelShape,
+    devices: Devices,
+    cost: CostModel,
+    policies: tuple[str, ...],
 ) -> list[_Mode]:
     means = {job.row_tokens * (1 + cost.padding) for job in jobs}
     lengths = {(S, -(-job.max_row_tokens // 8) * 8) for S in means for job in jobs}
@@ -119,7 +150,7 @@ def _modes(
             for m, summed in product(rows, (True, False)):
                 for degree in devices.degrees:
                     setup = cost.load_s + weights / degree / cost.load_bytes_s + cost.compile_s
-                    for policy in cost.recompute:
+                    for policy in policies:
                         slots = _most_slots(
                             shape,
                             cost,

@@ -53,6 +53,14 @@ def coefficients(
         return t0, c, a0, a1
     wide = 4 if precision == "fp32" else 2
     fast = degree * cost.scaling[str(degree)]
+    moved = 0.0
+    if policy == "offload":  # the time of "layer", and every layer's input to the host and back
+        key = f"{shape.name}/{degree}/layer/{precision}"
+        moved = 2 * shape.n_layers * shape.d_model * wide / degree / cost.host_bytes_s
+        policy = "layer"
+        if key in cost.fitted:
+            t0, c, a0, a1 = cost.fitted[key]
+            return t0, c + moved, a0, a1
     flop = 4 * (layer_params(shape) + shape.vocab_size * shape.d_model)
     attention = 6 * shape.n_layers * shape.n_heads * shape.head_dim * S / (cost.attention_flops or cost.flops)
     token = (
@@ -61,7 +69,12 @@ def coefficients(
     read = 2 * layer_params(shape) * max(WEIGHT_BYTES[precision], wide / 2) / cost.bandwidth / degree
     fixed = cost.step_s + shape.n_layers * cost.layer_s * (1 + 0.25 * math.log2(degree)) + read
     p = params_per_rank(shape, targets)
-    return fixed, token, p * (32 + 3 * wide) / cost.bandwidth / degree, 6 * p / cost.adapter_flops / fast
+    return (
+        fixed,
+        token + moved,
+        p * (32 + 3 * wide) / cost.bandwidth / degree,
+        6 * p / cost.adapter_flops / fast,
+    )
 
 
 def pack_bytes(
@@ -86,7 +99,7 @@ def pack_bytes(
     key_value = 2 * shape.n_kv_heads * shape.head_dim
     everything = 7 * shape.d_model + 5 * shape.d_ff + 2 * query + key_value
     products = 3 * shape.d_model + 2 * shape.d_ff + query + key_value
-    kept = tokens * {"layer": shape.d_model, "dots": products, "none": everything}[policy]
+    kept = tokens * {"layer": shape.d_model, "dots": products, "none": everything, "offload": 0}[policy]
     gradients = wide  # bytes a number of the adapters, beside what the layers keep
     if policy == "none" and devices.spec.name != "cpu":  # written out
         gradients = 0
@@ -115,7 +128,7 @@ def pack_bytes(
         + factor.weights * whole
         + factor.adapters * adapters
         + getattr(factor, f"saved_{policy}") * shape.n_layers * kept * wide
-        + factor.working * tokens * everything * wide
+        + (factor.saved_offload if policy == "offload" else factor.working) * tokens * everything * wide
         + factor.attention * scores
         + factor.logits * (4 + wide) * min(tokens, 1024) * shape.vocab_size
     )

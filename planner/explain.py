@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 
 from planner.devices import Devices, Mixture
-from planner.instance import Instance
+from planner.instance import Instance, step_shape
+from planner.memory import offloaded_bytes
 from planner.plan import Pack, Plan
 from planner.render import device_range, duration
-from planner.signature import batch_divisor, divisors
+from planner.signature import LAST_RESORT, batch_divisor, divisors
 from planner.simulate import Ladder, stretch
 from planner.specs import JobSpec, ModelShape, check_jobs
 from planner.time import CostModel, cost_models
@@ -132,10 +133,14 @@ def why_rows(instance: Instance, pack: Pack, jobs: list[JobSpec]) -> str:
 def _why_policy(instance: Instance, pack: Pack, jobs: list[JobSpec]) -> str:
     need = instance.need(_counts(instance, jobs))
     keeping = instance.slot_limit(pack.degree, pack.m, "none", need)
-    what = {"dots": "keeps matrix products and recomputes the rest", "layer": "recomputes whole layers"}[
-        pack.policy
-    ]
-    return f"the backward pass {what}: keeping everything, {keeping} of {pack.J} slots would fit"
+    what = {"dots": "keeps matrix products and recomputes the rest", "layer": "recomputes whole layers"}
+    if pack.policy == LAST_RESORT:
+        step = step_shape(pack.degree, pack.J, pack.m, pack.policy, need)
+        there = offloaded_bytes(instance.shape, step, instance.precision) / 2**30
+        what[LAST_RESORT] = (
+            f"recomputes whole layers, whose inputs wait in {there:.1f} GiB of the host's memory"
+        )
+    return f"the backward pass {what[pack.policy]}: keeping everything, {keeping} of {pack.J} slots would fit"
 
 
 def _counts(instance: Instance, jobs: list[JobSpec]) -> tuple[tuple[int, int], ...]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from planner.devices import Devices
 from planner.errors import PlanError
 from planner.memory import StepShape, step_memory
-from planner.signature import POLICIES, divisors, length_bucket
+from planner.signature import LAST_RESORT, POLICIES, divisors, length_bucket
 from planner.specs import PRECISION_BYTES, JobSpec, ModelShape
 from planner.time import CostModel, StepCost
 
@@ -175,8 +175,8 @@ class Instance:
 
     def least_memory(self, k: int, degree: int, precision: str) -> int:
         """Return the bytes a device needs for one job of a class alone under the thriftiest policy."""
-        need = self.need(((k, 1),))
-        steps = [step_shape(degree, 1, m, "layer", need) for m in thriftiest(need)]
+        need, policy = self.need(((k, 1),)), LAST_RESORT if LAST_RESORT in self.policies else "layer"
+        steps = [step_shape(degree, 1, m, policy, need) for m in thriftiest(need)]
         return min(
             step_memory(self.shape, step, precision, self.devices.spec, self.cost.memory) for step in steps
         )

@@ -12,6 +12,7 @@ beside its parts; "dots" keeps what it keeps in a loop.
 from dataclasses import dataclass, fields
 
 from planner.devices import DeviceSpec
+from planner.signature import LAST_RESORT
 from planner.specs import OPTIMIZER_STATES, PRECISION_BYTES, ModelShape
 
 HEAD_CHUNK = 1024  # positions whose logits exist at one time
@@ -50,6 +51,7 @@ class MemoryModel:
     saved_none: float = 1.0
     saved_dots: float = 1.0
     saved_layer: float = 1.0
+    saved_offload: float = 1.0
     working: float = 1.0
     attention: float = 1.0
     logits: float = 1.0
@@ -65,14 +67,21 @@ class MemoryModel:
 def saved_elements(shape: ModelShape, policy: str) -> float:
     """Count the numbers that a loop over layers keeps for the backward pass, per token and layer.
 
-    layer: the residual stream. dots: and every matrix product's output. none: and norms, rotary, activations;
-    the count agrees within 5 % with a plain-XLA step of Qwen2.5-7B on an H200 (54.8 GiB at 8 × 1024 tokens).
+    layer: the residual stream; offload: the same, in the host's memory. dots: and every matrix product's output.
+    none: and norms, rotary, activations; the count agrees within 5 % with a plain-XLA step of Qwen2.5-7B on an H200
+    (54.8 GiB at 8 × 1024 tokens).
     """
     q, kv = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
     residual = shape.d_model
     dots = q + 2 * kv + 2 * shape.d_model + 2 * shape.d_ff
     rest = 3 * shape.d_ff + 4 * shape.d_model + q
-    return residual + (dots if policy != "layer" else 0) + (rest if policy == "none" else 0)
+    return residual + (dots if policy in ("none", "dots") else 0) + (rest if policy == "none" else 0)
+
+
+def offloaded_bytes(shape: ModelShape, step: StepShape, precision: str) -> int:
+    """Return the bytes of the host's pinned memory that "offload" takes for each device: every layer's input."""
+    tokens = step.J * step.m * step.S / step.degree
+    return int(tokens * shape.n_layers * shape.d_model * (4 if precision == "fp32" else 2))
 
 
 def _written_out(shape: ModelShape, step: StepShape, precision: str, device: DeviceSpec) -> float:
@@ -123,6 +132,11 @@ def memory_terms(shape: ModelShape, step: StepShape, precision: str, device: Dev
     else:
         saved = tokens * shape.n_layers * saved_elements(shape, step.policy) * compute
         adapters += params * compute  # all layers' gradients
+    working = tokens * saved_elements(shape, "none") * compute
+    if (
+        step.policy == LAST_RESORT
+    ):  # what one layer's backward pass works with, its input among it, is all that counts
+        saved, working = working, 0.0
     embedding = shape.n_params - shape.linear_params
     weights = shape.linear_params * PRECISION_BYTES[precision] + embedding * compute
     gathered = 0.0 if step.degree == 1 else 2 * shape.linear_params / shape.n_layers * compute
@@ -138,7 +152,7 @@ def memory_terms(shape: ModelShape, step: StepShape, precision: str, device: Dev
         "weights": weights / step.degree + gathered,
         "adapters": adapters,
         f"saved_{step.policy}": saved,
-        "working": tokens * saved_elements(shape, "none") * compute,
+        "working": working,
         "attention": scores,
         "logits": logits_bytes(shape, tokens, precision),
     }

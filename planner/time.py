@@ -15,6 +15,7 @@ from typing import NamedTuple
 from planner.devices import Devices, DeviceSpec, Mixture
 from planner.errors import PlanError
 from planner.memory import MemoryModel
+from planner.signature import LAST_RESORT
 from planner.specs import OPTIMIZER_STATES, PRECISION_BYTES, ModelShape
 
 TABLES = Path(__file__).parent / "tables"
@@ -42,8 +43,9 @@ class CostModel:
     `flops` and `adapter_flops` are sustained FLOP/s on frozen products and on adapters; `bandwidth` is in
     bytes/s; `layer_s` is the part of a step that no token pays for, per layer; `scaling[d]` is the efficiency
     of d devices; `recompute[policy]` multiplies the time of frozen products. `state_bytes_s` is in bytes/s, to
-    and from the disk that jobs wait on between two packs. `launch_s` is the least time of a baseline's step for
-    28 layers and `baseline_rate` its throughput as a share of ours (paper and hardware figures, see docs).
+    and from the disk that jobs wait on between two packs, `host_bytes_s` to or from the host's pinned memory.
+    `launch_s` is the least time of a baseline's step for 28 layers and `baseline_rate` its throughput as a share of
+    ours (paper and hardware figures, see docs).
     `fitted` maps "model/degree/policy/precision" to [t0, c, a0, a1] and wins over the formula.
     """
 
@@ -60,6 +62,7 @@ class CostModel:
     load_bytes_s: float = 2e9
     load_s: float = 3.0
     state_bytes_s: float = 1e9
+    host_bytes_s: float = 25e9
     compile_s: float = 30.0
     export_s: float = 0.3
     launch_s: float = 0.15
@@ -97,7 +100,16 @@ class CostModel:
             model = CostModel(**raw, memory=memory)
         except TypeError as error:
             raise PlanError(f"{where}: {error}") from None
-        for name in ("flops", "adapter_flops", "bandwidth", "load_bytes_s", "state_bytes_s", "baseline_rate"):
+        positive = (
+            "flops",
+            "adapter_flops",
+            "bandwidth",
+            "load_bytes_s",
+            "state_bytes_s",
+            "host_bytes_s",
+            "baseline_rate",
+        )
+        for name in positive:
             value = getattr(model, name)
             if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
                 raise PlanError(f"{where}: {name} is {value!r}; a positive number is needed")
@@ -136,10 +148,17 @@ class CostModel:
         S: float,
         targets: frozenset[str] | None = None,
     ) -> StepCost:
-        """Return the coefficients of a step; the time of frozen products counts forward and dx, never dW."""
+        """Return the coefficients of a step; the time of frozen products counts forward and dx, never dW.
+
+        "offload" takes as long as "layer" and, as if nothing hid them, both transfers of each layer's input.
+        """
         key = f"{shape.name}/{degree}/{policy}/{precision}"
         if key in self.fitted:
             return StepCost(*self.fitted[key])
+        if policy == LAST_RESORT:
+            layer = self.step_cost(shape, degree, "layer", precision, S, targets)
+            moved = 2 * shape.n_layers * shape.d_model * (4.0 if precision == "fp32" else 2.0)
+            return layer._replace(c=layer.c + moved / self.host_bytes_s / degree)
         speedup = degree * self.efficiency(degree)
         factor = self.recompute[policy] / self.precision.get(precision, 1.0)
         products = 4.0 * (shape.linear_params + shape.vocab_size * shape.d_model)  # FLOP a token
@@ -169,6 +188,7 @@ class CostModel:
             adapter_flops=self.adapter_flops / factor,
             attention_flops=self.attention_flops / factor,
             bandwidth=self.bandwidth / factor,
+            host_bytes_s=self.host_bytes_s / factor,
             layer_s=self.layer_s * factor,
             step_s=self.step_s * factor,
             fitted={key: [factor * number for number in numbers] for key, numbers in self.fitted.items()},

@@ -345,9 +345,10 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument(flag, type=_count, default=default, metavar="N", help=f"{doc} (default: {default})")
     sub.add_argument(
         "--recompute",
-        choices=["auto", "none", "dots", "layer"],
+        choices=["auto", "none", "dots", "layer", "offload"],
         default="none",
-        help="what backward recomputes; auto: the least that fits the device (default: none)",
+        help="what backward recomputes; offload: as layer, its inputs kept on the host; "
+        "auto: the least that fits the device (default: none)",
     )
     sub.add_argument("--base", "--precision", **base)
     sub.add_argument(

@@ -111,6 +111,9 @@ def test_on_a_gpu_only_what_recomputes_whole_layers_has_a_loop(monkeypatch):
         recompute="dots", unroll=4, kernels="auto"
     )
     assert with_policy(Runtime(), "layer", 4) == Runtime(recompute="layer")
+    assert with_policy(Runtime(), "offload", 4) == Runtime(recompute="offload")
+    with pytest.raises(UserError, match="every layer recomputed, inputs on the host, and the"):
+        cheapest(Runtime(), 4, 1, lambda runtime: runtime, lambda runtime: 2)
 
 
 def test_on_a_gpu_auto_writes_out_all_but_the_last_resort(tmp_path, monkeypatch):
@@ -128,7 +131,7 @@ def test_on_a_gpu_auto_writes_out_all_but_the_last_resort(tmp_path, monkeypatch)
     with pytest.raises(UserError):
         measure_step(base, jobs=1, m=1, length=8, rank=8, recompute="auto", repeats=0)
     assert [(r.recompute, r.unroll, r.kernels) for r in tried] == [
-        ("none", 4, "auto"), *[("dots", 4, "auto")] * 4, ("layer", 1, "xla")
+        ("none", 4, "auto"), *[("dots", 4, "auto")] * 4, ("layer", 1, "xla"), ("offload", 1, "xla")
     ]  # fmt: skip
 
 

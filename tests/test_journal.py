@@ -16,7 +16,7 @@ from plora_jax.engine.packrun import PackRun
 from plora_jax.engine.progress import make_console
 from plora_jax.engine.replan import Replanner, Seen, measured, open_packs, replan
 from plora_jax.engine.rundir import RunDirectory
-from plora_jax.engine.worker import Worker
+from plora_jax.engine.worker import Worker, smaller
 from plora_jax.jobs import Job
 from plora_jax.launch.process import Group
 from plora_jax.launch.site import Site
@@ -452,3 +452,18 @@ def test_the_base_model_is_scored_once_however_many_ask(tmp_path):
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(Worker.score_base, [worker] * 4))
     assert len(scored) == 1 and run.read_json("base.json") == {"loss": 2.0}
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_out_of_memory_puts_layer_inputs_on_the_host_last(monkeypatch, backend):
+    monkeypatch.setattr("jax.default_backend", lambda: backend)
+
+    def steps(**was):
+        while was := smaller(was):
+            yield len(was["slots"]), was["m"], was["policy"]
+
+    last = [(1, 1, "offload")] if backend == "gpu" else []
+    assert [*steps(slots=[8] * 4, m=6, policy="none", jobs=[])] == [
+        (4, 6, "dots"), (4, 6, "layer"), (2, 6, "layer"), (1, 6, "layer"), (1, 3, "layer"), (1, 1, "layer"), *last
+    ]  # fmt: skip
+    assert [*steps(slots=[8, 8], m=1, policy="offload")] == [(1, 1, "offload")]

@@ -24,7 +24,7 @@ from typing import IO, Any
 import jax
 from rich.console import Console
 
-from planner.signature import POLICIES
+from planner.signature import LAST_RESORT, POLICIES
 from plora_jax.config.sweep import Sweep, parse_sweep
 from plora_jax.engine.handover import take_over
 from plora_jax.engine.journal import BASE, MAX_ATTEMPTS, RUNG, TEST, Journal, RunState, try_lock
@@ -211,21 +211,12 @@ class Worker:
         self.journal.append("lost", pack=name, cause=cause)
 
     def _out_of_memory(self, name: str, error: Exception) -> None:
-        """Shrink the pack's program, and remember: first recompute more, then fewer slots, then fewer rows a slot."""
+        """Shrink the pack's program, and remember how."""
         state = self.journal.state
-        was = state.packs[name] | state.limits.get(name, {})
-        slots, m = was["slots"], was["m"]
-        now = {"slots": slots, "m": m, "policy": POLICIES[-1]}
-        if was["policy"] != POLICIES[-1]:
-            now["policy"] = POLICIES[POLICIES.index(was["policy"]) + 1]
-        else:
-            if len(slots) > 1:
-                now["slots"] = slots[: len(slots) // 2]
-            elif m > 1:
-                now["m"] = next(d for d in range(m // 2, 0, -1) if m % d == 0)
-            else:
-                self._lost(name, error)
-                return
+        now = smaller(state.packs[name] | state.limits.get(name, {}))
+        if now is None:
+            self._lost(name, error)
+            return
         shutil.rmtree(self.run.path / "checkpoints" / name, ignore_errors=True)
         self.run.event("out_of_memory", worker=self.name, pack=name, slots=len(now["slots"]), m=now["m"])
         self.journal.append("limit", pack=name, **now)
@@ -412,6 +403,25 @@ class Worker:
         told = {"tokens": trained.tokens, "value": value, "fraction": more.get("fraction", 1.0)}
         self.journal.append("ended", job_id=job_id, status=status, **told)
         self.run.event(status, job_id=job_id, reason=reason, worker=self.name)
+
+
+def smaller(was: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the next smaller program of a pack, by its slots, m and policy; None where there is none.
+
+    First more is recomputed, then slots get fewer, then the rows of each; last, on a GPU, layer inputs go to the host.
+    """
+    now = {name: was[name] for name in ("slots", "m", "policy")}
+    if now["policy"] in POLICIES[:-1]:
+        now["policy"] = POLICIES[POLICIES.index(now["policy"]) + 1]
+    elif len(now["slots"]) > 1:
+        now["slots"] = now["slots"][: len(now["slots"]) // 2]
+    elif now["m"] > 1:
+        now["m"] = next(d for d in range(now["m"] // 2, 0, -1) if now["m"] % d == 0)
+    elif now["policy"] != LAST_RESORT and jax.default_backend() != "cpu":
+        now["policy"] = LAST_RESORT
+    else:
+        return None
+    return now
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -24,6 +24,8 @@ from plora_jax.models.rope import Rope, frequencies
 from plora_jax.models.table import norm_keys
 from plora_jax.training.dropout import Dropout, dropout_mask
 
+INPUT = "layer_input"  # what checkpoint_name calls a layer's input
+
 ACTIVATION: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
@@ -46,7 +48,8 @@ class Runtime:
     """Choose how the model runs; nothing here changes what it computes beyond rounding.
 
     attention: xla anywhere, cudnn on NVIDIA in bf16 or fp16.
-    recompute: what backward computes again: none, all but the matrix products (dots), or the whole layer.
+    recompute: what backward computes again: none, all but the matrix products (dots), or the whole layer, whose input
+    waits on the device (layer) or in the host's pinned memory (offload).
     recomputed: this many of the first layers are recomputed whole, whatever `recompute` says of the others.
     dtype: of activations, and of weights as they are used.
     precision: of the matrix products; "highest" keeps float32 on GPUs that would use TF32, None leaves jax's own
@@ -59,7 +62,7 @@ class Runtime:
     """
 
     attention: Literal["xla", "cudnn"] = "xla"
-    recompute: Literal["none", "dots", "layer"] = "none"
+    recompute: Literal["none", "dots", "layer", "offload"] = "none"
     dtype: Any = jnp.float32
     precision: Literal["highest"] | None = None
     kernels: Literal["xla", "auto"] = "xla"
@@ -358,18 +361,26 @@ def recomputing(layer: Callable[..., Any], policy: str, runtime: Runtime) -> Cal
         return layer
     # cuDNN's own output is kept below
     attention = () if runtime.attention == "cudnn" else ("attention",)
-    names = () if policy == "layer" else (*attention, *SOURCES[:3])
-    named = jax.checkpoint_policies.save_only_these_names(SHRUNK, *names)
+    names = (*attention, *SOURCES[:3]) if policy == "dots" else ()
+    named = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[SHRUNK, *names],
+        names_which_can_be_offloaded=[INPUT] if policy == "offload" else [],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
 
     def keep(primitive: Any, *args: Any, **params: Any) -> Any:
         # with the softmax statistics, which cuDNN's backward pass needs: its forward pass would run again for them
         flash = policy == "dots" and primitive.name.startswith("dot_product_attention_fwd")
         return flash or named(primitive, *args, **params)
 
+    def with_input_named(x: Array, xs: Any) -> Any:
+        return layer(checkpoint_name(x, INPUT) if policy == "offload" else x, xs)
+
     # A loop keeps XLA from undoing it. Where layers are written out, barriers around what flows through them do; around
     # weights they would make copies.
     apart = (True, (False, False, False, False)) if runtime.unroll > 1 else False
-    return jax.checkpoint(layer, policy=keep, prevent_cse=apart)  # type: ignore[arg-type]  # a tree, as for in_axes
+    return jax.checkpoint(with_input_named, policy=keep, prevent_cse=apart)  # type: ignore[arg-type]  # a tree, as for in_axes
 
 
 def rotations(

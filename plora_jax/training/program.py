@@ -68,7 +68,7 @@ class Program:
         if jax.default_backend() == "cpu":  # where more at once is no faster
             return self.tokens
         layers = self.base.config.n_layers
-        return self.tokens * (2 if self.runtime.recompute == "layer" else max(1, layers // 4))
+        return self.tokens * {"layer": 2, "offload": 1}.get(self.runtime.recompute, max(1, layers // 4))
 
     def seek(self) -> None:
         """Begin to read the pack's compiled steps, where they are kept; the base may be abstract."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from planner.signature import LAST_RESORT
 from plora_jax.errors import UserError
 from plora_jax.models.decoder import Runtime
 
@@ -30,21 +31,26 @@ def device_bytes() -> int | None:
 def with_policy(runtime: Runtime, policy: str, layers: int) -> Runtime:
     """Return the runtime of a recompute policy.
 
-    On a GPU all but "layer" also write the layers out: a loop copies what it keeps for backward, and each layer's
+    On a GPU "none" and "dots" also write the layers out: a loop copies what it keeps for backward, and each layer's
     weights for the fused kernel, which serves only without it.
     """
     chosen = replace(runtime, recompute=policy, recomputed=0)  # type: ignore[arg-type]
-    if policy != "layer" and jax.default_backend() == "gpu":
+    if policy in ("none", "dots") and jax.default_backend() == "gpu":
         return replace(chosen, unroll=layers, kernels="auto")
     return chosen
 
 
 def choices(runtime: Runtime, layers: int) -> Iterator[Runtime]:
-    """Yield how a step may be run, cheapest first: all kept, products kept, more and more layers recomputed, all."""
+    """Yield how a step may be run, cheapest first: all kept, products kept, more and more layers recomputed, all.
+
+    Last, where the host's memory is not the device's, as a CPU's is: all, from inputs that wait on the host.
+    """
     yield with_policy(runtime, "none", layers)
     for recomputed in sorted({0, layers // 4, layers // 2, layers - layers // 4}):
         yield replace(with_policy(runtime, "dots", layers), recomputed=recomputed)
     yield with_policy(runtime, "layer", layers)
+    if jax.default_backend() != "cpu":
+        yield with_policy(runtime, LAST_RESORT, layers)
 
 
 def cheapest[Program](
@@ -62,7 +68,7 @@ def cheapest[Program](
       size: its bytes. predict: its bytes by the planner; what is far above the limit is not compiled, but for the last.
 
     Raises:
-      UserError: even the program that recomputes every layer is larger.
+      UserError: even the last program, which recomputes every layer, is larger.
     """
     every = list(choices(runtime, layers))
     for choice in every:
@@ -71,7 +77,8 @@ def cheapest[Program](
         program = make(choice)
         if size(program) <= limit:
             return choice, program
+    where = ", inputs on the host" if choice.recompute == LAST_RESORT else ""
     raise UserError(
-        f"the step needs {size(program) / 2**30:.1f} GiB with every layer recomputed, and the device has "
+        f"the step needs {size(program) / 2**30:.1f} GiB with every layer recomputed{where}, and the device has "
         f"{limit / 2**30:.1f} GiB; use fewer jobs, a smaller batch, shorter rows, or a smaller rank"
     )

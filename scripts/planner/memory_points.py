@@ -1,10 +1,11 @@
 """Compile the packed step for an H200 that is described, not there, and write what the compiler says of its memory.
 
-usage: python -m scripts.planner.memory_points OUT.json [--fused | --fp8] [--policy POLICY]
+usage: python -m scripts.planner.memory_points OUT.json [--fused | --fp8 | --offload] [--policy POLICY]
        (pip install 'plora-jax[cuda]'; no GPU)
 
 All but what recomputes whole layers has its layers written out, as on a GPU: without the fused kernel, or with it
-(--fused, a list of its own); --fp8: on an fp8 base. Nothing is tuned, which changes no size: on a card the compiler
+(--fused, a list of its own); --fp8: on an fp8 base; --offload: long rows, their layers' inputs on the host, and on the
+device. Nothing is tuned, which changes no size: on a card the compiler
 counted the same. With --policy the file is read first, and only that policy's points are made anew.
 """
 
@@ -46,7 +47,7 @@ platform_name: "CUDA" runtime_version { major: 13 } dnn_version_info { major: 9 
 device_description_str: "NVIDIA H200"
 """
 DEVICE = Device("NVIDIA H200", "9.0", 132)
-MODELS = {size: f"Qwen/Qwen2.5-{size}-Instruct" for size in ("0.5B", "1.5B", "3B", "7B")}
+MODELS = {size: f"Qwen/Qwen2.5-{size}-Instruct" for size in ("0.5B", "1.5B", "3B", "7B", "14B")}
 MODELS["8B"] = "meta-llama/Llama-3.1-8B-Instruct"
 # (model, jobs, m, length, rank, policy[, gradients summed]); every third is held out from the fit
 CASES: list[tuple[Any, ...]] = [
@@ -114,6 +115,20 @@ FP8: list[tuple[Any, ...]] = [
     ("1.5B", 8, 1, 1024, 32, "none"),
     ("7B", 8, 1, 1024, 32, "none"),
 ]
+OFFLOAD: list[tuple[Any, ...]] = [
+    (*sizes, policy)
+    for sizes in (
+        ("7B", 8, 1, 4096, 32),
+        ("14B", 1, 1, 8192, 16),
+        ("14B", 1, 1, 16384, 16),
+        ("7B", 1, 1, 32768, 8),
+        ("3B", 4, 1, 8192, 64),
+        ("8B", 8, 2, 1024, 16),
+        ("1.5B", 8, 1, 4096, 128),
+        ("0.5B", 4, 1, 1024, 16),
+    )
+    for policy in ("layer", "offload")
+]
 
 
 def point(
@@ -127,7 +142,7 @@ def point(
     options: dict[str, Any] = {"xla_gpu_autotune_level": 0}
     if asked == "fp8":
         options["xla_gpu_enable_triton_gemm"] = False
-    if policy != "layer":
+    if policy in ("none", "dots"):
         kernels = "auto" if asked == "fused" else "xla"
         runtime = dataclasses.replace(runtime, unroll=base.config.n_layers, kernels=kernels)  # type: ignore[arg-type]
         options["xla_gpu_enable_triton_gemm"] = False
@@ -139,12 +154,14 @@ def point(
         lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=there), (state, base.params, batch)
     )
     lowered = make_train_step(base, spec, runtime).trace(*arguments).lower(lowering_platforms=("cuda",))  # type: ignore[attr-defined]
-    taken = needed_bytes(lowered.compile(compiler_options=options))
+    compiled = lowered.compile(compiler_options=options)
+    taken, host = needed_bytes(compiled), compiled.memory_analysis().host_temp_size_in_bytes
     print(MODELS[size], J, m, S, rank, policy, f"{taken / 2**30:.2f} GiB", flush=True)
     jax.clear_caches()
     return {
         "model": dataclasses.asdict(model_shape(base.config, MODELS[size])),
-        "degree": 1, "optimizer": "adamw", "bytes": taken, "precision": base.precision, "attention": "cudnn",
+        "degree": 1, "optimizer": "adamw", "bytes": taken, "host_bytes": host,
+        "precision": base.precision, "attention": "cudnn",
         "fused": DEVICE.cores if asked == "fused" else 0,
         "accumulate": accumulate, "J": J, "m": m, "S": S, "rank_bucket": spec.rank, "policy": policy,
     }  # fmt: skip
@@ -159,14 +176,15 @@ def main() -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--fused", action="store_true", help="the steps with the fused kernel")
     which.add_argument("--fp8", action="store_true", help="steps on an fp8 base")
-    parser.add_argument("--policy", help="none, dots or layer: make only these points anew")
+    which.add_argument("--offload", action="store_true", help="long rows, layer inputs on the host or not")
+    parser.add_argument("--policy", help="none, dots, layer or offload: make only these points anew")
     args = parser.parse_args()
     # asked of the device that is there otherwise
     cudnn.check_cudnn_version = lambda: 91200
     cudnn.check_compute_capability = lambda capability: True
     choice.default_device = lambda: DEVICE
     asked = "fused" if args.fused else "fp8" if args.fp8 else "xla"
-    cases = {"fused": FUSED, "fp8": FP8, "xla": CASES}[asked]
+    cases = OFFLOAD if args.offload else {"fused": FUSED, "fp8": FP8, "xla": CASES}[asked]
     known = json.loads(args.out.read_text(encoding="utf-8")) if args.policy else []
     points = []
     for number, case in enumerate(cases):

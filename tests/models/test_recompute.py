@@ -70,6 +70,25 @@ def test_states_and_gradients_stay(case, fields):
         np.testing.assert_allclose(one, two, rtol=1e-10, atol=1e-12)
 
 
+def test_layer_inputs_on_the_host_change_no_bit_of_a_step(tmp_path):
+    """State and metrics of a packed step, against "layer". On a GPU an input goes there and back in each turn."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 2}))
+    base = load_base(str(tmp_path), random_weights=True, precision="fp32")
+    spec = pack_spec(base.config, [Job(rank=8, batch_size=2, max_steps=1)] * 2, m=2)
+    batch, found = random_batch(base.config.vocab_size, 2, 2, 16), []
+    for policy, moves in (("layer", 0), ("offload", 2)):
+        random, empty = np.random.default_rng(0), empty_pack(base.config, spec)
+        weights = jax.tree.map(lambda w: jnp.asarray(random.normal(size=w.shape), w.dtype), empty.weights)  # noqa: B023
+        state = empty._replace(weights=weights, scales=jax.tree.map(lambda s: s + 0.1, empty.scales))
+        step = make_train_step(base, spec, Runtime(recompute=policy))
+        there = step.trace(state, base.params, batch).lower(lowering_platforms=("cuda",)).as_text()
+        assert there.count("annotate_device_placement") == moves
+        found.append(compile_fast(step, state, base.params, batch)(state, base.params, batch))
+    for one, two in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_array_equal(one, two)
+    assert found[0][1].grad_norm.min() > 0.01
+
+
 def test_written_out_layers_that_recompute_hold_less(tmp_path):
     """XLA would make one of a layer's forward pass and its recomputation; barriers keep both, no copies of weights."""
     wide = {"intermediate_size": 512, "num_hidden_layers": 8}

@@ -215,7 +215,7 @@ def test_steps_on_an_fp8_base_take_no_more_than_predicted():
 
 def test_fit_recovers_factors_it_was_made_from():
     points = read_memory_points(POINTS)
-    true = MemoryModel(1.1, 0.9, 1.3, 0.8, 1.2, 0.7, 1.0, 0.6, 3e8, 0.0)
+    true = MemoryModel(1.1, 0.9, 1.3, 0.8, 1.2, 1.0, 0.7, 1.0, 0.6, 3e8, 0.0)
     made = [p._replace(bytes=step_memory(p.shape, p.step, p.precision, p.device, true)) for p in points]
     model, fit = fit_memory(made[:20], made[20:])
     assert fit.worst < 0.02 and model.adapters == pytest.approx(0.9, rel=0.05)
