@@ -3,12 +3,19 @@
 import os
 import signal
 
+import pytest
 from hypothesis import settings
+
+UNOPTIMIZED = "jax_disable_most_optimizations"
+OPTIMIZED = ("test_quickstart.py", "test_resume.py", "test_smollm2.py")
 
 # Interpreted GPU kernels block one CPU worker per simulated warpgroup: with a pool of two cores they would deadlock.
 os.environ.setdefault("NPROC", "16")
 # No test leaves compiled programs in the user's cache or finds some there; test_compiled.py has its own directory.
 os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
+
+# Most tests compile more than they compute: LLVM's optimizations are a third of their time.
+os.environ.setdefault(UNOPTIMIZED.upper(), "true")
 
 # A shell's background jobs ignore Ctrl-C, and so would every process that a test starts and interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -21,6 +28,22 @@ settings.register_profile("random", derandomize=False)
 settings.load_profile("random" if os.environ.get("PLORA_EXAMPLES") else "same")
 
 LONGEST = ("test_quickstart.py", "test_step.py", "test_packrun.py", "test_bench.py", "test_engine.py")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def optimizations(request):
+    """Compile what some files run, and what processes that they start run, as users' programs are compiled."""
+    if request.path.name not in OPTIMIZED:
+        yield
+        return
+    import jax  # after the settings above
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(UNOPTIMIZED.upper(), "false")
+        before = jax.config.read(UNOPTIMIZED)
+        jax.config.update(UNOPTIMIZED, False)
+        yield
+        jax.config.update(UNOPTIMIZED, before)
 
 
 def pytest_collection_modifyitems(items):

@@ -74,11 +74,6 @@ def micro_batch(rows: list[Rows | None], close: list[bool], first: int) -> Batch
     return Batch(tokens, positions, ids, trained, targets, np.zeros(J, np.int32), np.array(close), active)
 
 
-def compile_fast(function: Any, *arguments: Any) -> Any:
-    """Compile a jitted function for these arguments without LLVM's optimizations: a third of the time."""
-    return function.lower(*arguments).compile({"xla_backend_optimization_level": 0})
-
-
 def run_pack(
     base: Base,
     jobs: list[Job],
@@ -92,13 +87,12 @@ def run_pack(
     load, state = make_load_slot(spec), empty_pack(base.config, spec, weight_dtype(base))
     for slot, (job, start) in enumerate(zip(jobs, starts, strict=True)):
         state = load(state, slot, *fresh_slot(base.config, spec, job, recipe.STEPS, start))
-    step = None
+    step = make_train_step(base, spec, runtime)
     records: list[dict[str, list[Any]]] = [{} for _ in jobs]
     for micro in range(max(len(r) for r in rows) // m):
         part = [r[micro * m : (micro + 1) * m] or None for r in rows]
         close = [(micro + 1) * m % job.batch_size == 0 for job in jobs]
         batch = micro_batch(part, close, micro * m)
-        step = step or compile_fast(make_train_step(base, spec, runtime), state, base.params, batch)
         state, metrics = step(state, base.params, batch)
         values = {field: np.asarray(value) for field, value in metrics._asdict().items()}
         for slot in np.flatnonzero(values["closed"]):

@@ -61,12 +61,6 @@ def test_bench_step_measures_the_real_step(tmp_path, capsys):
     assert result["parts"]["frozen products"] > 0 and result["parts"]["optimizer"] > 0
 
 
-QUICK = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-}  # sizes are XLA's, not LLVM's
-
-
 def test_recompute_auto_takes_the_least_that_fits(tmp_path, monkeypatch):
     model = tiny.write_model(tmp_path / "model", num_hidden_layers=4)
     base = load_base(str(model), random_weights=True, precision="fp32")
@@ -75,7 +69,7 @@ def test_recompute_auto_takes_the_least_that_fits(tmp_path, monkeypatch):
 
     def make(runtime):
         if runtime not in programs:
-            programs[runtime] = bench.compile_step(base, spec, batch, runtime, options=QUICK).compiled
+            programs[runtime] = bench.compile_step(base, spec, batch, runtime).compiled
         return programs[runtime]
 
     every = list(choices(Runtime(segments=False), 4))

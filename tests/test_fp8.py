@@ -24,7 +24,7 @@ from plora_jax.planning import sweep_problem
 from plora_jax.search.configurations import search_jobs
 from plora_jax.training.step import empty_pack, fresh_slot, make_load_slot, make_train_step, pack_spec
 from tests import tiny
-from tests.peft_cases import compile_fast, micro_batch
+from tests.peft_cases import micro_batch
 from tests.test_equivalence import JOBS, relative, rows_of, start
 
 WIDE = {"hidden_size": 32, "intermediate_size": 48, "attention_bias": True}
@@ -75,8 +75,7 @@ def gradients(base: Base, jobs: list[lora.Job], runtime: Runtime) -> list[lora.A
     for slot, job in enumerate(jobs):
         state = load_slot(state, slot, *fresh_slot(base.config, spec, job, 10, start(base.config, job)))
     batch = micro_batch([rows_of(job)[:2] for job in jobs], [False] * len(jobs), 0)
-    step = compile_fast(make_train_step(base, spec, runtime), state, base.params, batch)
-    state, _ = step(state, base.params, batch)
+    state, _ = make_train_step(base, spec, runtime)(state, base.params, batch)
     return [lora.unstack_adapter(base.config, job, state.grads, slot) for slot, job in enumerate(jobs)]
 
 

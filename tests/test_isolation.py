@@ -24,7 +24,7 @@ from plora_jax.training.step import (
     make_train_step,
 )
 from tests.goldens import peft_recipe as recipe
-from tests.peft_cases import base_of, compile_fast
+from tests.peft_cases import base_of
 
 SLOTS, WIDTH, LENGTH, STEPS = 3, 2, 8, 5  # J, m, S, micro-steps
 KEPT = 1  # the slot that is watched
@@ -66,7 +66,7 @@ class Pack:
         self.nothing = jax.device_get(empty_pack(base.config, self.spec))
         step = make_train_step(base, self.spec)
         # one executable: other shapes or settings that were not traced would be an error, not another program
-        self.step = compile_fast(step, self.empty(), base.params, self.batch(0, Job(), {}))
+        self.step = step.lower(self.empty(), base.params, self.batch(0, Job(), {})).compile()
         self.kept = cache(lambda job: self.run(job, {}))
 
     def run(self, job: Job, others: dict[int, Neighbour]) -> list[dict[str, np.ndarray]]:

@@ -20,7 +20,6 @@ from plora_jax.training.batch import Batch
 from plora_jax.training.dropout import Dropout, dropout_mask
 from plora_jax.training.trainer import Work, train_pack
 from tests.models.tiny import LLAMA
-from tests.peft_cases import compile_fast
 
 
 @pytest.fixture(scope="module")
@@ -166,12 +165,11 @@ def run(base, jobs, spec, m, micro_steps=1, calls=6):
     state = packed.init_pack(base, jobs, total_steps=[20] * len(jobs), spec=spec)
     step = packed.make_train_step(base, spec, micro_steps=micro_steps)
     loader = PackLoader([Slot.of(job, ROWS) for job in jobs], m, choose_shapes([(ROWS, 0)], m, limit=1))
-    metrics, compiled = [], None
+    metrics = []
     for _ in range(calls // micro_steps):
         batches = [next(loader) for _ in range(micro_steps)]
         batch = batches[0] if micro_steps == 1 else jax.tree.map(lambda *b: np.stack(b), *batches)
-        compiled = compiled or compile_fast(step, state, base.params, batch)
-        state, said = compiled(state, base.params, batch)
+        state, said = step(state, base.params, batch)
         said = jax.device_get(said)
         metrics += (
             [said]

@@ -15,7 +15,6 @@ from plora_jax.models.rope import Rope, frequencies
 from plora_jax.training.dropout import Dropout
 from tests.models import tiny
 
-FAST = {"xla_backend_optimization_level": 0}  # compiling is most of these tests
 PHI_LONG = {
     **tiny.LLAMA,
     "model_type": "phi3",
@@ -47,7 +46,7 @@ def whole(tokens):
 
 
 def hidden_of(base, **runtime):
-    @partial(jax.jit, compiler_options=FAST)
+    @jax.jit
     def run(tokens, positions, rows, adapters=None):
         return base.model().hidden(tokens, positions, rows, adapters, runtime=Runtime(**runtime))
 
@@ -95,7 +94,7 @@ def test_later_tokens_do_not_reach_earlier_ones(llama):
 
 
 def gradient_of(base, **runtime):
-    @partial(jax.jit, compiler_options=FAST)
+    @jax.jit
     @jax.grad
     def gradient(adapters, tokens, dropout=None):
         model = base.model()
@@ -152,11 +151,9 @@ def test_vmap_over_jobs_equals_each_job_alone(llama):
         return (model.logits(model.hidden(tokens, *whole(tokens), adapters)) ** 2).mean()
 
     axes = dict.fromkeys(stack, AXES)
-    packed = jax.jit(
-        jax.vmap(jax.value_and_grad(loss), in_axes=(axes, 0), out_axes=(0, axes)), compiler_options=FAST
-    )
+    packed = jax.jit(jax.vmap(jax.value_and_grad(loss), in_axes=(axes, 0), out_axes=(0, axes)))
     values, grads = packed(stack, tokens)
-    single = jax.jit(jax.value_and_grad(loss), compiler_options=FAST)
+    single = jax.jit(jax.value_and_grad(loss))
     for j in range(3):
         value, grad = single(each[j], tokens[j])
         np.testing.assert_allclose(values[j], value, rtol=1e-5)

@@ -1,7 +1,6 @@
 """Every family against transformers, peft and torch: scripts/goldens/models.py made the files."""
 
 import json
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -36,9 +35,7 @@ def test_logits_and_lora_gradients(case, tmp_path):
     adapters = tiny.adapters(config, int(golden["rank"]), float(golden["alpha"] / golden["rank"]))
     runtime = Runtime(precision="highest")
 
-    @partial(
-        jax.jit, compiler_options={"xla_backend_optimization_level": 0}
-    )  # compiling is most of this test
+    @jax.jit
     def run(adapters, strength):
         def loss(adapters):
             scaled = {name: lora._replace(scale=lora.scale * strength) for name, lora in adapters.items()}
