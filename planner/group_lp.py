@@ -135,9 +135,9 @@ def _knapsack(cells: np.ndarray, worth: np.ndarray) -> tuple[np.ndarray, np.ndar
         if earned[c] >= w:
             continue
         needed.append(pack)
-        for i in range(c, CELLS + 1, c):
-            end = min(i + c, CELLS + 1)
-            np.maximum(earned[i:end], earned[i - c : end - c] + w, out=earned[i:end])
+        while c <= CELLS:  # the pack up to once more, up to three times more, up to seven, …
+            np.maximum(earned[c:], earned[:-c] + w, out=earned[c:])
+            c, w = 2 * c, 2 * w
     return earned, np.array(needed)
 
 

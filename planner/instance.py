@@ -3,7 +3,7 @@ coefficients.
 """
 
 import math
-from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -230,12 +230,26 @@ class Instance:
         sums = m != need.whole
         key = ("slots", degree, m, policy, need.bucket, need.S_max, need.optimizer, need.targets, sums)
         if key not in self.cache:
-            self.cache[key] = bisect_right(
-                range(1, self.max_slots + 1),
-                self.limit,
-                key=lambda J: self.memory(degree, J, m, policy, need),
-            )
+            self.cache[key] = self._slot_limit(lambda J: self.memory(degree, J, m, policy, need))
         return self.cache[key]
+
+    def _slot_limit(self, memory: Callable[[int], int]) -> int:
+        """Search the limit where a line between known points crosses it: memory is nearly one."""
+        low, high = 1, self.max_slots
+        below, above = memory(low), memory(high)
+        if below > self.limit:
+            return 0
+        if above <= self.limit:
+            return high
+        while high - low > 1:
+            share = (self.limit - below) / (above - below)
+            J = min(max(low + int(share * (high - low)), low + 1), high - 1)
+            taken = memory(J)
+            if taken <= self.limit:
+                low, below = J, taken
+            else:
+                high, above = J, taken
+        return low
 
     def programs(self, degree: int, need: Need) -> list[tuple[int, list[tuple[float, float, int, str]]]]:
         """List what may serve a need: for each m, (t0, seconds a slot adds, most slots, policy), none
@@ -292,6 +306,26 @@ class Instance:
         key = ("scoring", degree)
         if key not in self.cache:
             self.cache[key] = [self.eval_seconds(degree, k) for k in range(len(self.classes))]
+        return self.cache[key]
+
+    def least_seconds(self, degree: int) -> list[float]:
+        """Return what a job of each class adds at least to a group's time: its scoring, and its steps beside as many
+        others as may be.
+        """
+        key = ("least", degree)
+        if key not in self.cache:
+            self.cache[key] = [
+                self.eval_seconds(degree, k)
+                + min(
+                    (
+                        self.steps(m)[k] * (t0 / limit + slot_s)
+                        for m, rows in self.programs(degree, need)
+                        for t0, slot_s, limit, _ in rows
+                    ),
+                    default=math.inf,
+                )
+                for k, need in enumerate(self.own_needs)
+            ]
         return self.cache[key]
 
     def load_seconds(self, degree: int) -> float:

@@ -145,10 +145,12 @@ def choose_pack(instance: Instance, counts: Counts, degree: int) -> Choice | Non
         for k, n in counts:
             s = steps_of[k]
             count_of[s] = count_of.get(s, 0) + n
-        tally = tuple(sorted(count_of.items(), reverse=True))
+        tally = tuple(sorted(count_of.items(), reverse=True)) if len(count_of) > 1 else (*count_of.items(),)
         work = sum([s * n for s, n in tally])
         longest = tally[0][0]
         for t0, slot_s, limit, policy in options:
+            if work * slot_s + longest * t0 >= least:  # with any number of slots
+                continue
             for J in slot_counts(tally, N, work, limit):
                 step_s = t0 + J * slot_s
                 if longest * step_s >= least or -(-work // J) * step_s >= least:
@@ -191,4 +193,4 @@ def merge_counts(*parts: Counts) -> Counts:
     for part in parts:
         for k, n in part:
             total[k] = total.get(k, 0) + n
-    return tuple(sorted((k, n) for k, n in total.items() if n))
+    return tuple(sorted([(k, n) for k, n in total.items() if n]))

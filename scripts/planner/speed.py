@@ -1,10 +1,13 @@
 """How long planning takes, from 120 jobs on 8 devices to 10,000 on 1,024.
 
-usage: python -m scripts.planner.speed OUT.json
+usage: python -m scripts.planner.speed OUT.json [RUNS]
+Medians of so many runs, one unless told. Cores differ, and the same core from hour to hour: beside each time stands how
+long five million additions in Python took just before, and the one over the other.
 """
 
 import json
 import random
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -35,27 +38,50 @@ CASES = {
     "10,000 jobs, 1,024 H200, equal rows": (paper_jobs(10_000, 152), "1024xH200"),
 }
 
+TIMES = ("planning_s", "additions_s", "planning_s / additions_s", "cpu_s", "baselines_s")
 
-def main(out: str) -> None:
+
+def additions_s() -> float:
+    """Time five million additions in plain Python."""
+    started, total = time.perf_counter(), 0
+    for i in range(5_000_000):
+        total += i
+    return time.perf_counter() - started
+
+
+def main(out: str, runs: int = 1) -> None:
     """Plan every case and print a Markdown table."""
     import highspy  # imports are not planning
     import scipy.optimize
 
     assert highspy and scipy.optimize
     rows = []
-    print("| case | planning_s | CPU s | baselines_s | gap | bound |\n|---|---|---|---|---|---|")
+    print("| case |", " | ".join(TIMES), "| gap | bound |")
+    print("|---" * (len(TIMES) + 3) + "|")
     for name, (jobs, on) in CASES.items():
-        started = time.process_time()
-        plan = make_plan(jobs, MODELS["Qwen2.5-7B"], devices(on), options=Options(baselines=len(jobs) < 1000))
-        cpu = time.process_time() - started
+        options, found = Options(baselines=len(jobs) < 1000), []
+        for _ in range(runs):
+            loop, started = additions_s(), time.process_time()
+            plan = make_plan(jobs, MODELS["Qwen2.5-7B"], devices(on), options=options)
+            cpu = time.process_time() - started
+            found.append((plan.planning_s, loop, plan.planning_s / loop, cpu, plan.baselines_s))
+        medians = [statistics.median(column) for column in zip(*found, strict=True)]
         rows.append(
-            {"case": name, "planning_s": plan.planning_s, "cpu_s": cpu, "gap": plan.gap, "bound": plan.bound}
+            {
+                "case": name,
+                **dict(zip(TIMES, medians, strict=True)),
+                "gap": plan.gap,
+                "bound": plan.bound,
+                "runs": found,
+            }
         )
         print(
-            f"| {name} | {plan.planning_s:.2f} | {cpu:.2f} | {plan.baselines_s:.2f} | {plan.gap:.4f} | {plan.bound} |"
+            f"| {name} |",
+            " | ".join(f"{median:.2f}" for median in medians),
+            f"| {plan.gap:.4f} | {plan.bound} |",
         )
     Path(out).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], *map(int, sys.argv[2:3]))
