@@ -343,9 +343,17 @@ def gpu_spec(gpu: Gpu) -> planner.DeviceSpec:
 
 
 def load_costs(files: Sequence[Path]) -> planner.CostModel | dict[str, planner.CostModel] | None:
-    """Read the cost models that a command names: one, or one for each type of devices."""
+    """Read the cost models that a command names: one, or one for each type of devices.
+
+    Raises:
+      UserError: two are of one type.
+    """
     measured = [planner.CostModel.load(file) for file in files]
-    return {model.device: model for model in measured} if len(measured) > 1 else next(iter(measured), None)
+    of_type = {model.device: model for model in measured}
+    if len(of_type) < len(measured):
+        named = ", ".join(f"{file} is of {model.device}" for file, model in zip(files, measured, strict=True))
+        raise UserError(f"--cost-model: give one for each type of devices; {named}")
+    return of_type if len(measured) > 1 else next(iter(measured), None)
 
 
 def plan_command(sweep: Sweep, jobs: Sequence[Job], args: Namespace) -> int:

@@ -176,6 +176,9 @@ def test_a_mixture_of_devices_is_planned(tmp_path: Path, capsys: pytest.CaptureF
         Path(files[-1]).write_text(cost_model(device_spec(name)).slowed(2.0).to_json())
     assert cli.main([*argv, *files]) == 0
     assert json.loads(target.read_text())["makespan_s"] > 1.8 * plan["makespan_s"]
+    capsys.readouterr()
+    assert cli.main([*argv, *files, *files[:2]]) == 2
+    assert f"give one for each type of devices; {files[1]} is of A100-40GB, " in capsys.readouterr().err
 
 
 def test_several_sweeps_get_devices_of_their_own(
