@@ -123,6 +123,12 @@ def pack_bytes(
     scores = 0.0
     if devices.spec.attention == "xla":
         scores = 4 * tokens * shape.n_heads * S * ((shape.n_layers if policy == "none" else 1) + 2)
+    beside = 0.0
+    if policy == "layer" and tokens > 16_384:
+        held = pack_bytes(
+            shape, cost, devices, precision, degree, slots, m, S, "offload", adamw, targets, summed
+        )
+        beside = held + tokens * shape.n_layers * shape.d_model * wide * (1 + factor.margin)
     total = (
         factor.fixed_bytes
         + factor.weights * whole
@@ -132,4 +138,4 @@ def pack_bytes(
         + factor.attention * scores
         + factor.logits * (4 + wide) * min(tokens, 1024) * shape.vocab_size
     )
-    return total * (1 + factor.margin)
+    return max(total * (1 + factor.margin), beside)

@@ -9,7 +9,7 @@ take the place of what backward has used, and where the fused kernel (pallas_ker
 beside its parts; "dots" keeps what it keeps in a loop.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from planner.devices import DeviceSpec
 from planner.signature import LAST_RESORT
@@ -18,6 +18,7 @@ from planner.specs import OPTIMIZER_STATES, PRECISION_BYTES, ModelShape
 HEAD_CHUNK = 1024  # positions whose logits exist at one time
 TILE = (128, 256)  # tokens and output features of the fused kernel's tiles
 MIN_WAVES, MIN_DEPTH, MAX_ROW_WASTE = 2, 1024, 1.07  # what pallas_kernels.choice asks of a product
+FITTED = 16_384  # tokens a device of "layer", above which its points are few
 FEW = 38e6  # tokens · d_ff: below, XLA keeps frozen product and adapter's share of gate and up instead of their sums
 
 
@@ -165,8 +166,21 @@ def step_memory(
     device: DeviceSpec,
     model: MemoryModel | None = None,
 ) -> int:
-    """Predict the bytes each device of the group needs, with the model's margin on top."""
+    """Predict the bytes each device of the group needs, with the model's margin on top.
+
+    Of more tokens than its factor was fitted on, "layer" takes what "offload" does and the layers' inputs, if that is
+    more.
+    """
     model = model or MemoryModel()
-    terms = memory_terms(shape, step, precision, device)
-    total = model.fixed_bytes + sum(getattr(model, name) * value for name, value in terms.items())
+    total = _predicted(shape, step, precision, device, model)
+    if step.policy == "layer" and step.J * step.m * step.S / step.degree > FITTED:
+        moved = _predicted(shape, replace(step, policy=LAST_RESORT), precision, device, model)
+        total = max(total, moved + offloaded_bytes(shape, step, precision))
     return int(total * (1 + model.margin))
+
+
+def _predicted(
+    shape: ModelShape, step: StepShape, precision: str, device: DeviceSpec, model: MemoryModel
+) -> float:
+    terms = memory_terms(shape, step, precision, device)
+    return model.fixed_bytes + sum(getattr(model, name) * value for name, value in terms.items())
