@@ -100,9 +100,12 @@ def make_plan(
 
     policies, instances = options.policies, instances_with(options.policies)
     on_host = policies == POLICIES and all(part.spec.name != "cpu" for part in devices.parts)
-    if on_host and not all(any(one.fits(k) for one in instances) for k in range(len(instances[0].classes))):
-        policies = (*policies, LAST_RESORT)
-        instances = instances_with(policies)
+    if on_host and not _hold_all(instances) and _hold_all(moved := instances_with((*policies, LAST_RESORT))):
+        policies, instances = (*policies, LAST_RESORT), moved
+        notes.append(
+            "offload: a job fits only with layer inputs in the host's memory. That has not run on a GPU yet, and its "
+            "time is an estimate; --explain tells how much memory of the host it takes"
+        )
     able = [instance for instance in instances if instance.degrees]
     if able and len(able) < len(instances):
         idle = " and ".join(str(instance.devices) for instance in instances if not instance.degrees)
@@ -131,6 +134,10 @@ def make_plan(
     rungs = Rungs(specs, shape, devices, precision, costs, options.early_stop, options.max_slots, policies)
     effort = options.effort or default_effort(instances[0])
     return with_early_stop(plan, rungs, effort, False if busy else options.by_rung)
+
+
+def _hold_all(instances: Sequence[Instance]) -> bool:
+    return all(any(one.fits(k) for one in instances) for k in range(len(instances[0].classes)))
 
 
 class _Found(NamedTuple):

@@ -35,7 +35,8 @@ def check_plan(
     Checks: every job once; slots and devices never double-booked; each job fits its pack's program; step
     time, micro-steps, spans and makespan; memory against prediction and limit; with `bound`, that no plan
     could finish 0.2 % sooner than the claimed lower bound by the argument that the plan names. Of a mixture,
-    `cost` holds a model for every type by its name, and each pack must be on devices of the type that it says.
+    `cost` holds a model for every type by its name, and each pack must be on devices of the type that it says. A
+    pack by "offload" is a fault where every job fits without, also if the caller chose that policy.
     """
     parts = [(part, cost if isinstance(cost, CostModel) else cost[part.spec.name]) for part in devices.parts]
     on = {device: n for n, device_part in enumerate(_numbers(devices)) for device in device_part}
@@ -52,9 +53,8 @@ def check_plan(
         faults += [f"pack {n}: {fault}" for fault in _program(pack, here)]
         faults += [f"pack {n}: {fault}" for fault in _times(pack, spec, shape, plan.precision, own)]
         faults += [f"pack {n}: {fault}" for fault in _memory(pack, here, shape, plan, part, own)]
-    if any(pack.policy == "offload" for pack in plan.packs) and not needs_host(
-        jobs, plan.precision, shape, parts
-    ):
+    away = any(pack.policy == "offload" for pack in plan.packs)
+    if away and not needs_host(jobs, plan.precision, shape, parts):
         faults.append("layer inputs go to the host's memory although every job fits without")
     last = max((a.end_s for pack in plan.packs for a in pack.assign), default=0.0)
     if not math.isclose(last, plan.makespan_s, rel_tol=TOLERANCE):
@@ -265,7 +265,7 @@ def check_several(
         if bound and not found and share.too_few > 0:
             few = Devices(devices.spec, share.too_few)
             proof, sooner = replace(share.plan, prices=share.prices), plan.lower_bound_s * (1 - 2e-3)
-            if can_finish(proof, jobs, shape, [(few, cost)], sooner):
+            if can_finish(proof, jobs, shape, [(few, cost)], sooner, offloads=False):
                 found.append(f"{few} are not shown to be too few to end within {sooner}")
         faults += [f"{share.name}: {fault}" for fault in found]
     if bound and sum(share.too_few + 1 for share in plan.sweeps) <= devices.count:

@@ -50,10 +50,18 @@ class _Side(NamedTuple):
     whole: dict[int, float]  # those of the whole groups of each degree and more
 
 
-def can_finish(plan: Plan, jobs: list[JobSpec], shape: ModelShape, parts: list[Part], C: float) -> bool:
+def can_finish(
+    plan: Plan,
+    jobs: list[JobSpec],
+    shape: ModelShape,
+    parts: list[Part],
+    C: float,
+    offloads: bool | None = None,
+) -> bool:
     """Say whether none of the arguments rules out that all jobs finish within C seconds.
 
-    Where devices are busy, none has more than C less the time until the first is free.
+    Where devices are busy, none has more than C less the time until the first is free. `offloads`: whether layer inputs
+    may go to the host; None where some job needs it.
     """
     until = list(plan.busy_until) or [0.0] * sum(devices.count for devices, _ in parts)
     left = C - min(until)
@@ -72,7 +80,8 @@ def can_finish(plan: Plan, jobs: list[JobSpec], shape: ModelShape, parts: list[P
             [],
         ).append(job)
     groups = list(kinds.values())
-    offloads = needs_host(jobs, plan.precision, shape, parts)
+    if offloads is None:
+        offloads = needs_host(jobs, plan.precision, shape, parts)
     sides, first = [], 0
     for devices, cost in parts:
         free = sorted((C - s for s in until[first : first + devices.count]), reverse=True)

@@ -99,6 +99,8 @@ def pack_bytes(
     key_value = 2 * shape.n_kv_heads * shape.head_dim
     everything = 7 * shape.d_model + 5 * shape.d_ff + 2 * query + key_value
     products = 3 * shape.d_model + 2 * shape.d_ff + query + key_value
+    if policy == "offload" and tokens * shape.n_layers * shape.d_model * wide > 64e9:
+        return math.inf  # more than JAX pins
     kept = tokens * {"layer": shape.d_model, "dots": products, "none": everything, "offload": 0}[policy]
     gradients = wide  # bytes a number of the adapters, beside what the layers keep
     if policy == "none" and devices.spec.name != "cpu":  # written out

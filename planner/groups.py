@@ -1,6 +1,5 @@
 """Device groups and whole solutions: a group runs packs one after another; a solution is a list of groups."""
 
-from itertools import accumulate
 from typing import NamedTuple
 
 from planner.instance import Counts, Instance
@@ -105,21 +104,18 @@ def split_group(instance: Instance, items: Counts, degree: int) -> Group | None:
     if key in instance.cache:
         return instance.cache[key]
     cuts = _cuts(instance, items)
-    compile_s, least = instance.cost.compile_s, instance.least_seconds(degree)
-    before = [0.0, *accumulate(n * least[k] for k, n in items)]  # what the jobs take at least
+    compile_s = instance.cost.compile_s
     best: list[tuple[float, tuple[Choice, ...]] | None] = [(0.0, ())] + [None] * (len(cuts) - 1)
     for j in range(1, len(cuts)):
         for i in range(j):
             head = best[i]
             if head is None:
                 continue
-            current, work = best[j], before[cuts[j]] - before[cuts[i]]
-            if current is not None and head[0] + compile_s + work * (1 - 1e-9) >= current[0]:
-                continue
             pack = choose_pack(instance, merge_counts(items[cuts[i] : cuts[j]]), degree)  # a class may repeat
             if pack is None:
                 continue
             seconds = head[0] + compile_s + pack.run_s
+            current = best[j]
             if current is None or seconds < current[0]:
                 best[j] = (seconds, (*head[1], pack))
     end = best[-1]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from planner.devices import Devices
 from planner.errors import PlanError
-from planner.memory import StepShape, step_memory
+from planner.memory import PINNED, StepShape, offloaded_bytes, step_memory
 from planner.signature import LAST_RESORT, POLICIES, divisors, length_bucket
 from planner.specs import PRECISION_BYTES, JobSpec, ModelShape
 from planner.time import CostModel, StepCost
@@ -175,8 +175,8 @@ class Instance:
 
     def least_memory(self, k: int, degree: int, precision: str) -> int:
         """Return the bytes a device needs for one job of a class alone under the thriftiest policy."""
-        need, policy = self.need(((k, 1),)), LAST_RESORT if LAST_RESORT in self.policies else "layer"
-        steps = [step_shape(degree, 1, m, policy, need) for m in thriftiest(need)]
+        need = self.need(((k, 1),))
+        steps = [step_shape(degree, 1, m, "layer", need) for m in thriftiest(need)]
         return min(
             step_memory(self.shape, step, precision, self.devices.spec, self.cost.memory) for step in steps
         )
@@ -230,7 +230,11 @@ class Instance:
         sums = m != need.whole
         key = ("slots", degree, m, policy, need.bucket, need.S_max, need.optimizer, need.targets, sums)
         if key not in self.cache:
-            self.cache[key] = self._slot_limit(lambda J: self.memory(degree, J, m, policy, need))
+            limit = self._slot_limit(lambda J: self.memory(degree, J, m, policy, need))
+            if policy == LAST_RESORT:
+                step = step_shape(degree, 1, m, policy, need)
+                limit = min(limit, int(PINNED / offloaded_bytes(self.shape, step, self.precision)))
+            self.cache[key] = limit
         return self.cache[key]
 
     def _slot_limit(self, memory: Callable[[int], int]) -> int:
@@ -306,26 +310,6 @@ class Instance:
         key = ("scoring", degree)
         if key not in self.cache:
             self.cache[key] = [self.eval_seconds(degree, k) for k in range(len(self.classes))]
-        return self.cache[key]
-
-    def least_seconds(self, degree: int) -> list[float]:
-        """Return what a job of each class adds at least to a group's time: its scoring, and its steps beside as many
-        others as may be.
-        """
-        key = ("least", degree)
-        if key not in self.cache:
-            self.cache[key] = [
-                self.eval_seconds(degree, k)
-                + min(
-                    (
-                        self.steps(m)[k] * (t0 / limit + slot_s)
-                        for m, rows in self.programs(degree, need)
-                        for t0, slot_s, limit, _ in rows
-                    ),
-                    default=math.inf,
-                )
-                for k, need in enumerate(self.own_needs)
-            ]
         return self.cache[key]
 
     def load_seconds(self, degree: int) -> float:

@@ -18,6 +18,7 @@ from planner.specs import OPTIMIZER_STATES, PRECISION_BYTES, ModelShape
 HEAD_CHUNK = 1024  # positions whose logits exist at one time
 TILE = (128, 256)  # tokens and output features of the fused kernel's tiles
 MIN_WAVES, MIN_DEPTH, MAX_ROW_WASTE = 2, 1024, 1.07  # what pallas_kernels.choice asks of a product
+PINNED = 64e9  # bytes of the host's memory that JAX pins for one process, unless it is told otherwise
 FITTED = 16_384  # tokens a device of "layer", above which its points are few
 FEW = 38e6  # tokens · d_ff: below, XLA keeps frozen product and adapter's share of gate and up instead of their sums
 
@@ -134,9 +135,7 @@ def memory_terms(shape: ModelShape, step: StepShape, precision: str, device: Dev
         saved = tokens * shape.n_layers * saved_elements(shape, step.policy) * compute
         adapters += params * compute  # all layers' gradients
     working = tokens * saved_elements(shape, "none") * compute
-    if (
-        step.policy == LAST_RESORT
-    ):  # what one layer's backward pass works with, its input among it, is all that counts
+    if step.policy == LAST_RESORT:  # one layer's backward pass and its input are all that counts
         saved, working = working, 0.0
     embedding = shape.n_params - shape.linear_params
     weights = shape.linear_params * PRECISION_BYTES[precision] + embedding * compute

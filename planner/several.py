@@ -8,7 +8,8 @@ d_l, or else some other sweep j fewer than d_j. So no deal ends before
 
 nor before the same of lower bounds L_k ≤ t_k. Deal one device after another to the sweep whose bound is largest, and
 let l be that of the largest bound in the end: j got its last device when L_j(d_j − 1) was the largest, so the minimum
-is L_l(d_l), which the deal itself has, and no deal has a smaller largest bound.
+is L_l(d_l), which the deal itself has, and no deal has a smaller largest bound. All makespans and bounds are without
+the recompute policy "offload", which is for sweeps that are planned alone.
 """
 
 import json
@@ -29,6 +30,7 @@ from planner.specs import JobSpec, ModelShape, check_jobs
 from planner.time import CostModel, cost_models
 
 TRIES = 16  # bounds and plans made to find a better deal than that of the bounds
+NEAR = 1e-4  # bounds so near to each other are taken for one
 FEW_DEVICES = 64  # to deal, above which one more or less matters too little to try
 
 
@@ -216,20 +218,19 @@ def plan_several(problems: Sequence[Problem], devices: Devices | Mixture) -> Sev
         needs = ", ".join(f"{name} {sweep.least}" for name, sweep in zip(names, sweeps, strict=True))
         raise PlanError(
             f"{devices} are too few for devices of their own: the sweeps need at least {needs}; "
-            "run them one after another, or give more devices"
+            "run them one after another, or give more devices (a sweep that is planned alone may need fewer, with "
+            "layer inputs in the host's memory)"
         )
     by_bounds, bound = _by_bounds(sweeps, spare)
     plans = []
     for sweep, n in zip(sweeps, _by_plans(sweeps, spare, by_bounds), strict=True):
         options = sweep.problem.options
         plans.append(sweep.plans[n] if options.early_stop is None else sweep.make(n, options))
-    last = next(k for k, n in enumerate(by_bounds) if sweeps[k].at_least(spare)[n] == bound)
     shares = []
-    for k, (sweep, where) in enumerate(zip(sweeps, numbers(plans, devices), strict=True)):
-        few = by_bounds[k] - (k != last)
-        proof = min((n for n in sweep.bounds if n >= few and sweep.bounds[n] >= bound), default=-1)
+    for sweep, plan, where in zip(sweeps, plans, numbers(plans, devices), strict=True):
+        proof = max((n for n, seconds in sweep.bounds.items() if seconds >= bound), default=-1)
         prices = sweep.prices.get(proof, {})
-        shares.append(Share(sweep.problem.name, where, plans[k], sweep.least + proof, prices))
+        shares.append(Share(sweep.problem.name, where, plan, sweep.least + proof, prices))
     in_turn = sum(sweep.bounds[sweep.most] for sweep in sweeps)
     return SeveralPlan(devices.spec.name, devices.count, bound, in_turn, tuple(shares))
 
@@ -239,14 +240,26 @@ def _by_bounds(sweeps: Sequence[_Sweep], spare: int) -> tuple[list[int], float]:
     for sweep in sweeps:
         sweep.bound(0)
         sweep.bound(sweep.most)
+    floor = max(sweep.bounds[sweep.most] for sweep in sweeps)
     while True:
         given, seconds = deal([sweep.about(spare) for sweep in sweeps], spare)
-        asked = {(k, max(n - less, 0)) for k, n in enumerate(given) for less in (0, 1)}
-        new = sorted((k, n) for k, n in asked if n not in sweeps[k].bounds)
+        known = [
+            sweep.at_least(spare)[n] if n in sweep.bounds else math.inf
+            for sweep, n in zip(sweeps, given, strict=True)
+        ]
+        if max(known) <= floor * (1 + NEAR):  # more devices would end none sooner
+            return given, floor
+        new = [(sweep, n) for sweep, n in zip(sweeps, given, strict=True) if n not in sweep.bounds]
+        if not new:  # then those with one device less
+            new = [
+                (sweep, n - 1)
+                for sweep, n in zip(sweeps, given, strict=True)
+                if n and n - 1 not in sweep.bounds
+            ]
         if not new:
             return given, seconds
-        for k, n in new:
-            sweeps[k].bound(n)
+        for sweep, n in new:
+            sweep.bound(n)
 
 
 def _by_plans(sweeps: Sequence[_Sweep], spare: int, start: Sequence[int]) -> list[int]:
@@ -268,6 +281,10 @@ def _by_plans(sweeps: Sequence[_Sweep], spare: int, start: Sequence[int]) -> lis
             k = max(new, key=lambda k: times[k][given[k]])
             sweeps[k].plan(given[k])
     given, _ = deal([sweep.ends(none) for sweep in sweeps], spare)
+    for sweep, most in zip(sweeps, given, strict=True):
+        plan = min((sweep.plans[n] for n in sweep.plans if n <= most), key=lambda plan: plan.makespan_s)
+        used = len({n for pack in plan.packs for n in pack.devices})
+        sweep.plan(max(used - sweep.least, 0))
     return [  # the devices that made a sweep no faster idle
         min((n for n in sweep.plans if n <= most), key=lambda n: (sweep.plans[n].makespan_s, n))
         for sweep, most in zip(sweeps, given, strict=True)

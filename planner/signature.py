@@ -11,9 +11,7 @@ POLICIES = (
     "dots",
     "layer",
 )  # what the backward pass keeps: everything, matrix products, layer inputs
-LAST_RESORT = (
-    "offload"  # as layer, but the inputs wait in the host's memory: where nothing else holds some job
-)
+LAST_RESORT = "offload"  # as layer, but inputs wait in the host's memory: where nothing else holds some job
 LENGTH_STEP = 8  # lengths are padded to a multiple of this
 
 

@@ -196,7 +196,7 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         action="append",
         metavar="FILE",
-        help="measured times and memory to plan with; may be repeated, one for each type of devices",
+        help="measured times and memory to plan with; may be repeated, one for each type of devices and model",
     )
     sub.add_argument("--rows", type=_count, metavar="N", help="training rows, when the data is not at hand")
 
@@ -406,6 +406,9 @@ def _quickstart(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    written = [path.resolve() for path in (args.json, args.svg) if path is not None]
+    if len({*written, *(path.resolve() for path in args.sweep)}) < len(written) + len(args.sweep):
+        raise UserError("a file is named twice, among the sweeps and what --json and --svg write")
     if len(args.sweep) > 1:
         from plora_jax.several import several_command
 

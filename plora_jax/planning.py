@@ -342,24 +342,39 @@ def gpu_spec(gpu: Gpu) -> planner.DeviceSpec:
     return replace(spec, memory_bytes=memory, fp8=spec.fp8 or not named, fused=spec.fused if named else 0)
 
 
-def load_costs(files: Sequence[Path]) -> planner.CostModel | dict[str, planner.CostModel] | None:
-    """Read the cost models that a command names: one, or one for each type of devices.
+def load_costs(files: Sequence[Path], problem: Problem) -> dict[str, planner.CostModel]:
+    """Read the cost models that a command names, by their types of devices.
+
+    Of several of one type, the one that was fitted to the problem's model counts.
 
     Raises:
-      UserError: two are of one type.
+      UserError: one is of a type that is not there; or of several of a type, none or more than one was fitted to the
+        model.
     """
-    measured = [planner.CostModel.load(file) for file in files]
-    of_type = {model.device: model for model in measured}
-    if len(of_type) < len(measured):
-        named = ", ".join(f"{file} is of {model.device}" for file, model in zip(files, measured, strict=True))
-        raise UserError(f"--cost-model: give one for each type of devices; {named}")
-    return of_type if len(measured) > 1 else next(iter(measured), None)
+    model, names = problem.shape.name, [part.spec.name for part in problem.devices.parts]
+    of_type: dict[str, list[tuple[Path, planner.CostModel]]] = {}
+    for file in files:
+        cost = planner.CostModel.load(file)
+        of_type.setdefault(cost.device, []).append((file, cost))
+        if cost.device not in names:
+            raise UserError(f"--cost-model {file} is of {cost.device}; the devices are {', '.join(names)}")
+    found = {}
+    for device, read in of_type.items():
+        own = [cost for _, cost in read if any(key.startswith(f"{model}/") for key in cost.fitted)]
+        own = own if len(read) > 1 else [read[0][1]]
+        if len(own) != 1:
+            named = ", ".join(str(file) for file, _ in read)
+            raise UserError(
+                f"--cost-model: of {named}, all of {device}, {len(own)} are fitted to {model}; one must be"
+            )
+        found[device] = own[0]
+    return found
 
 
 def plan_command(sweep: Sweep, jobs: Sequence[Job], args: Namespace) -> int:
     """Plan a sweep for the command line: print the plan, and write it where `--json` and `--svg` say."""
-    cost = load_costs(args.cost_model or ())
     problem = sweep_problem(sweep, jobs, devices=args.devices, rows=args.rows)
+    cost = load_costs(args.cost_model or (), problem)
     plan = solve(problem, cost)
     print(planner.render_plan(plan))
     if args.explain:

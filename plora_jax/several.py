@@ -1,5 +1,6 @@
 """`plora plan` of several sweeps: the devices of each, and the commands that run them side by side. Imports no JAX."""
 
+import contextlib
 import os
 import shlex
 from argparse import Namespace
@@ -15,6 +16,8 @@ from plora_jax.errors import UserError
 from plora_jax.jobs import Job
 from plora_jax.planning import find_devices, load_costs, plan_options, sweep_problem, with_fields
 
+GROUPS = "some job needs a group of several devices, which `plora sweep` does not run yet (docs/cluster.md)"
+
 
 def several_command(read: Sequence[tuple[Sweep, Sequence[Job]]], args: Namespace) -> int:
     """Plan several sweeps for the command line: print the devices of each, and write the plan where it is asked for.
@@ -22,32 +25,36 @@ def several_command(read: Sequence[tuple[Sweep, Sequence[Job]]], args: Namespace
     Raises:
       UserError: the sweeps name different devices and `--devices` names none, or they are to run on a CPU.
     """
-    cost = load_costs(args.cost_model or ())
-    problems = [sweep_problem(sweep, jobs, devices=args.devices, rows=args.rows) for sweep, jobs in read]
+    problems = []
+    for path, (sweep, jobs) in zip(args.sweep, read, strict=True):
+        try:
+            problems.append(sweep_problem(sweep, jobs, devices=args.devices, rows=args.rows))
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
     devices = problems[0].devices
+    if any(problem.devices.parts[0].spec.name == "cpu" for problem in problems):
+        raise UserError(
+            "devices: several sweeps are planned on GPUs, such as 8xH200; on a CPU run one after another"
+        )
     if any(problem.devices != devices for problem in problems):
         named = ", ".join(
             f"{path}: {sweep.devices}" for path, (sweep, _) in zip(args.sweep, read, strict=True)
         )
         raise UserError(f"devices: the sweeps are for different ones ({named}); say which with --devices")
-    if devices.parts[0].spec.name == "cpu":
-        raise UserError(
-            "devices: several sweeps are planned on GPUs, such as 8xH200; on a CPU run one after another"
-        )
+    costs = [load_costs(args.cost_model or (), own) for own in problems]
     asked = [
         planner.Problem(str(path), own.specs, own.shape, own.precision, cost, plan_options(own))
-        for path, own in zip(args.sweep, problems, strict=True)
+        for path, own, cost in zip(args.sweep, problems, costs, strict=True)
     ]
-    plan = planner.plan_several(asked, devices)
+    plan, alone = _plan(asked, devices)
     both = list(zip(plan.sweeps, problems, strict=True))
     plan = replace(
         plan, sweeps=tuple(replace(share, plan=with_fields(own, share.plan)) for share, own in both)
     )
-    print(
-        "\n".join([*summary(plan), "", *commands(plan, [sweep for sweep, _ in read], devices.parts[0].spec)])
-    )
+    ways = commands(plan, [sweep for sweep, _ in read], devices.parts[0].spec) if alone else [GROUPS]
+    print("\n".join([*summary(plan), "", *ways]))
     if args.explain:
-        for share, own in both:
+        for (share, own), cost in zip(both, costs, strict=True):
             on = replace(devices.parts[0], count=len(share.devices))
             told = planner.explain_plan(share.placed, own.specs, own.shape, on, cost_model=cost)
             print(f"\n{share.name}: {planner.render_plan(share.placed)}\n\n{told}")
@@ -56,6 +63,17 @@ def several_command(read: Sequence[tuple[Sweep, Sequence[Job]]], args: Namespace
     if args.svg:
         write_atomic(args.svg, planner.several_svg(plan))
     return 0
+
+
+def _plan(
+    asked: Sequence[planner.Problem], devices: planner.Devices | planner.Mixture
+) -> tuple[planner.SeveralPlan, bool]:
+    """Plan with a device a pack, as `plora sweep` does; where that is impossible, in groups. Tell which."""
+    if isinstance(devices, planner.Devices):
+        with contextlib.suppress(planner.PlanError):
+            alone = replace(devices, spec=replace(devices.spec, max_degree=1))
+            return planner.plan_several(asked, alone), True
+    return planner.plan_several(asked, devices), False
 
 
 def summary(plan: planner.SeveralPlan) -> list[str]:
@@ -69,8 +87,9 @@ def summary(plan: planner.SeveralPlan) -> list[str]:
     lines = [
         f"{number_of(len(plans), 'sweep')} on {plan.device_count} × {plan.device}, each on devices of its own: "
         f"makespan {duration(plan.makespan_s)}, lower bound {duration(plan.lower_bound_s)}, "
-        f"gap {100 * plan.gap:.1f} %",
-        f"one after another, each on all devices: at least {duration(plan.in_turn_s)}",
+        f"gap {100 * max(plan.gap, 0.0):.1f} %",
+        f"one after another, each on all devices: at least {duration(plan.in_turn_s)}"
+        + (", so that may be faster" if plan.in_turn_s < plan.makespan_s else ""),
     ]
     if any(own.expected_s is not None for own in plans):
         ends = [own.makespan_s if own.expected_s is None else own.expected_s for own in plans]
@@ -82,21 +101,26 @@ def summary(plan: planner.SeveralPlan) -> list[str]:
         lines.append(f"note: idle: {ranges(idle)}; planned on more devices, no sweep ended earlier")
     for share in plan.sweeps:
         lines += [f"note: {share.name}: {note}" for note in share.plan.notes]
-        if any(pack.degree > 1 for pack in share.plan.packs):
-            lines.append(
-                f"note: {share.name}: planned in groups of several devices; workers run a pack on one (docs/cluster.md)"
-            )
     return lines
 
 
 def commands(plan: planner.SeveralPlan, sweeps: Sequence[Sweep], spec: planner.DeviceSpec) -> list[str]:
     """Return the commands that run the sweeps side by side, on this machine or, if they need more hosts, on Ray."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")  # ours are numbered among these
-    ids = visible if len(visible) == plan.device_count else [str(n) for n in range(plan.device_count)]
+    ids = visible if len(visible) >= plan.device_count else [str(n) for n in range(plan.device_count)]
     lines, stems = ["run them side by side:"], [Path(share.name).stem for share in plan.sweeps]
+    if len(set(stems)) < len(stems):
+        stems = [f"{stem}-{k}" for k, stem in enumerate(stems, 1)]
     for k, (share, sweep) in enumerate(zip(plan.sweeps, sweeps, strict=True)):
-        out = f"runs/{stems[k]}" if stems.count(stems[k]) == 1 else f"runs/{stems[k]}-{k + 1}"
-        words = ["plora", "sweep", share.name, "--out", out, "--workers", str(len(share.devices))]
+        words = [
+            "plora",
+            "sweep",
+            share.name,
+            "--out",
+            f"runs/{stems[k]}",
+            "--workers",
+            str(len(share.devices)),
+        ]
         if plan.device_count > spec.node_size:
             words += ["--launcher", "ray"]
             lines.append(f"  {shlex.join(words)}")

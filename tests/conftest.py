@@ -42,6 +42,7 @@ def optimizations(request):
         patch.setenv(UNOPTIMIZED.upper(), "false")
         before = jax.config.read(UNOPTIMIZED)
         jax.config.update(UNOPTIMIZED, False)
+        jax.clear_caches()  # of functions that other files had compiled
         yield
         jax.config.update(UNOPTIMIZED, before)
 

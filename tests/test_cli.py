@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -178,7 +179,13 @@ def test_a_mixture_of_devices_is_planned(tmp_path: Path, capsys: pytest.CaptureF
     assert json.loads(target.read_text())["makespan_s"] > 1.8 * plan["makespan_s"]
     capsys.readouterr()
     assert cli.main([*argv, *files, *files[:2]]) == 2
-    assert f"give one for each type of devices; {files[1]} is of A100-40GB, " in capsys.readouterr().err
+    assert f"{files[1]}, {files[1]}, all of A100-40GB, 0 are fitted to Qwen" in capsys.readouterr().err
+    measured = cost_model(device_spec("A100-40GB")).slowed(3.0)
+    for name, model in (("own", "Qwen/Qwen2.5-7B-Instruct"), ("other", "meta-llama/Llama-3.1-8B-Instruct")):
+        files += ["--cost-model", str(cost.with_suffix(f".{name}"))]
+        fitted = {f"{model}/1/{policy}/bf16": [0.01, 1e-4, 0.0, 0.0] for policy in ("none", "dots", "layer")}
+        Path(files[-1]).write_text(replace(measured, fitted=fitted).to_json())
+    assert cli.main([*argv, *files]) == 0, "of three for a type, the one fitted to the model"
 
 
 def test_several_sweeps_get_devices_of_their_own(
@@ -222,6 +229,8 @@ def test_several_sweeps_get_devices_of_their_own(
     assert cli.main(["plan", *files]) == 0
     told = re.findall(r"CUDA_VISIBLE_DEVICES=([\d,]+) ", capsys.readouterr().out)
     assert ",".join(told) == "5,6,7"
+    assert cli.main(["plan", *files, "--devices", "2xH200"]) == 0
+    assert re.findall(r"CUDA_VISIBLE_DEVICES=([\d,]+) ", capsys.readouterr().out) == ["5", "6"]
     assert cli.main(["plan", *files, "--devices", "12xA100-40GB"]) == 0
     said = capsys.readouterr().out
     assert "CUDA_VISIBLE_DEVICES" not in said and said.count("--launcher ray") == 2
@@ -247,7 +256,7 @@ def test_several_sweeps_that_cannot_be_planned_together_are_refused(
         assert cli.main(["plan", *files, *more]) == 2
         assert words in capsys.readouterr().err
     assert cli.main(["plan", files[0], files[0], "--devices", "2xH200"]) == 2
-    assert "another name" in capsys.readouterr().err
+    assert "a file is named twice" in capsys.readouterr().err
 
 
 def test_interrupts_are_told_from_failures(

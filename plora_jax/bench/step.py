@@ -93,7 +93,7 @@ def measure_step(
     """Compile one packed step and time it; every micro-step ends an optimizer batch of every job.
 
     Args:
-      recompute: none, dots, layer, or auto: the cheapest whose program fits the device.
+      recompute: none, dots, layer, offload, or auto: the cheapest whose program fits the device.
       repeats: timed dispatches; with 0 the step is compiled and not run.
       micro_steps: to a dispatch. runtime: fields of `Runtime` to set. options: of the compiler.
       accumulate: sum gradients in a buffer although no batch stays open, as where batches are larger than m.
@@ -132,7 +132,7 @@ def measure_step(
             limit = device_bytes()
             if limit is None:
                 raise UserError(
-                    "recompute auto: this device does not tell its memory; choose none, dots or layer"
+                    "recompute auto: this device does not tell its memory; choose none, dots, layer or offload"
                 )
             _, program = cheapest(
                 chosen,

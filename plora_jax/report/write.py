@@ -277,7 +277,7 @@ def _troubles(view: RunView) -> list[dict[str, str]]:
                 label(line.get("m")),
                 label(line.get("policy")),
             )
-            text = f"out of device memory; went on with {slots} slots, m {m}, recomputing {policy}"
+            text = f"out of device memory; went on with {slots} slots, m {m}, recompute {policy}"
         at = "" if when is None else span(view.clock(when))
         out.append({"at": at, "where": where, "what": text[:MAX_REASON], "job": job_of(line)})
     return out

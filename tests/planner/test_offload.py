@@ -9,17 +9,22 @@ from planner import (
     JobSpec,
     Options,
     PlanError,
+    Problem,
     check_plan,
+    check_several,
     cpu_device,
     decoder_shape,
     devices,
     explain_plan,
     make_plan,
+    plan_several,
     read_memory_points,
     step_memory,
 )
 from planner.devices import DEVICES
+from planner.instance import Instance
 from planner.memory import StepShape, memory_terms, offloaded_bytes
+from planner.signature import POLICIES
 from planner.time import cost_model
 from tests.planner.problems import QWEN
 from tests.planner.test_memory import RESULTS
@@ -63,6 +68,32 @@ def test_only_a_job_that_nothing_else_holds_brings_it():
         make_plan([long], BIG, cpu_device(int((layer + away) / 2 / spec.usable)))
     with pytest.raises(PlanError, match="with job long"):
         make_plan([long], BIG, one, options=Options(policies=("none", "dots")))
+
+
+def test_no_more_is_planned_than_the_host_pins():
+    """64 GB of 48 · 5,120 · 2 bytes a token: 130,208 tokens."""
+    where = devices("H200")
+    for tokens, slots in ((16_384, 7), (43_400, 3), (43_408, 2), (130_208, 1), (130_216, 0)):
+        made = Instance(
+            [job("one", tokens)], BIG, where, "bf16", cost_model(where.spec), 256, (*POLICIES, "offload")
+        )
+        assert made.slot_limit(1, 1, "offload", made.own_needs[0]) == slots
+    with pytest.raises(PlanError, match="with job one"):  # by `layer`: inputs on the host would not help
+        make_plan([job("one", 160_000)], BIG, where, options=QUICK)
+
+
+def test_sweeps_planned_together_never_have_it():
+    """A bound on them is not one on plans with it: one device would do for the long job, and two are planned."""
+    shape, on = decoder_shape("tiny", 2, 64, 128, 4, 2, 16, 256), devices("3xA100-40GB")
+    asked = [
+        Problem("long", [job("one", 12_288)], BIG, options=QUICK),
+        Problem("tiny", [job("two", 128)], shape, options=QUICK),
+    ]
+    plan = plan_several(asked, on)
+    assert [len(share.devices) for share in plan.sweeps] == [2, 1]
+    assert check_several(plan, asked, on) == []
+    with pytest.raises(PlanError, match=r"at least long 2, tiny 1; .* layer inputs in the host's memory"):
+        plan_several(asked, devices("2xA100-40GB"))
 
 
 def test_the_checker_refuses_it_where_every_job_fits_without():

@@ -109,7 +109,8 @@ class Known:
         self.bounds[n] = self.seconds[n]
 
     def plan(self, n: int) -> None:
-        self.plans[n] = SimpleNamespace(makespan_s=self.makespans[n])
+        pack = SimpleNamespace(devices=range(self.least + n))
+        self.plans[n] = SimpleNamespace(makespan_s=self.makespans[n], packs=[pack])
 
 
 @st.composite
@@ -147,6 +148,12 @@ def test_few_bounds_are_found_among_many_devices(drawn):
     known, spare = drawn
     module._by_bounds(known, spare)
     assert sum(len(sweep.bounds) for sweep in known) <= 60
+
+
+def test_sweeps_that_many_devices_end_no_sooner_take_few_bounds():
+    flat = [Known(1, [max(60.0, 600.0 / (n + 1)) for n in range(99_999)], []) for _ in range(2)]
+    _, bound = module._by_bounds(flat, 99_998)
+    assert bound == 60.0 and sum(len(sweep.bounds) for sweep in flat) <= 10
 
 
 @settings(some, max_examples=40)
