@@ -136,8 +136,6 @@ def commands(plan: planner.SeveralPlan, sweeps: Sequence[Sweep], spec: planner.D
 
 def ranges(devices: Sequence[int]) -> str:
     """Write device numbers: 0-3, 6."""
-    firsts = [n for n in devices if n - 1 not in devices]
-    lasts = [n for n in devices if n + 1 not in devices]
-    return ", ".join(
-        str(a) if a == b else f"{a}-{b}" for a, b in zip(sorted(firsts), sorted(lasts), strict=True)
-    )
+    held = set(devices)
+    firsts, lasts = sorted(n for n in held if n - 1 not in held), sorted(n for n in held if n + 1 not in held)
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(firsts, lasts, strict=True))
