@@ -51,7 +51,7 @@ class Options:
 def default_effort(instance: Instance) -> Effort:
     """Return how long to search: less for more jobs; among many, dives pay only where jobs are of few classes."""
     if instance.n_jobs < FEW * instance.usable and instance.n_jobs <= 200:
-        return Effort(recuts=180, proposals=4_500, dives=12, restarts=2)
+        return Effort(recuts=180, proposals=4_500, dives=12, restarts=4)
     if instance.n_jobs <= 200:
         return Effort()
     if instance.n_jobs <= 2_500:
