@@ -108,7 +108,7 @@ def test_gpus_that_ray_cannot_tell_apart_are_refused(mixed):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 def test_a_cluster_that_loses_a_node(cluster, tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     found = find_site(LaunchOptions("ray", ray_address=cluster.address), "auto")
