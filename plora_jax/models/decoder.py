@@ -375,12 +375,13 @@ def recomputing(layer: Callable[..., Any], policy: str, runtime: Runtime) -> Cal
         return flash or named(primitive, *args, **params)
 
     def with_input_named(x: Array, xs: Any) -> Any:
-        return layer(checkpoint_name(x, INPUT) if policy == "offload" else x, xs)
+        return layer(checkpoint_name(x, INPUT), xs)
 
     # A loop keeps XLA from undoing it. Where layers are written out, barriers around what flows through them do; around
     # weights they would make copies.
     apart = (True, (False, False, False, False)) if runtime.unroll > 1 else False
-    return jax.checkpoint(with_input_named, policy=keep, prevent_cse=apart)  # type: ignore[arg-type]  # a tree, as for in_axes
+    body = with_input_named if policy == "offload" else layer
+    return jax.checkpoint(body, policy=keep, prevent_cse=apart)  # type: ignore[arg-type]  # a tree, as for in_axes
 
 
 def rotations(
