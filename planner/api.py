@@ -103,8 +103,7 @@ def make_plan(
     if on_host and not _hold_all(instances) and _hold_all(moved := instances_with((*policies, LAST_RESORT))):
         policies, instances = (*policies, LAST_RESORT), moved
         notes.append(
-            "offload: a job fits only with layer inputs in the host's memory. That has not run on a GPU yet, and its "
-            "time is an estimate; --explain tells how much memory of the host it takes"
+            "offload: a job fits only with layer inputs in the host's memory; --explain tells how much of it they take"
         )
     able = [instance for instance in instances if instance.degrees]
     if able and len(able) < len(instances):

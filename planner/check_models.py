@@ -54,9 +54,9 @@ def coefficients(
     wide = 4 if precision == "fp32" else 2
     fast = degree * cost.scaling[str(degree)]
     moved = 0.0
-    if policy == "offload":  # the time of "layer", and every layer's input to the host and back
+    if policy == "offload":  # the time of "layer", and every layer's input back from the host
         key = f"{shape.name}/{degree}/layer/{precision}"
-        moved = 2 * shape.n_layers * shape.d_model * wide / degree / cost.host_bytes_s
+        moved = shape.n_layers * shape.d_model * wide / degree / cost.host_bytes_s
         policy = "layer"
         if key in cost.fitted:
             t0, c, a0, a1 = cost.fitted[key]
@@ -125,19 +125,19 @@ def pack_bytes(
     scores = 0.0
     if devices.spec.attention == "xla":
         scores = 4 * tokens * shape.n_heads * S * ((shape.n_layers if policy == "none" else 1) + 2)
-    beside = 0.0
-    if policy == "layer" and tokens > 16_384:
-        held = pack_bytes(
-            shape, cost, devices, precision, degree, slots, m, S, "offload", adamw, targets, summed
-        )
-        beside = held + tokens * shape.n_layers * shape.d_model * wide * (1 + factor.margin)
+    at_work, at_head = (
+        factor.working * tokens * everything * wide,
+        (4 + wide) * min(tokens, 1024) * shape.vocab_size,
+    )
+    if policy == "offload":
+        at_work *= factor.saved_offload / factor.working
+    at_head *= factor.logits
     total = (
         factor.fixed_bytes
         + factor.weights * whole
         + factor.adapters * adapters
         + getattr(factor, f"saved_{policy}") * shape.n_layers * kept * wide
-        + (factor.saved_offload if policy == "offload" else factor.working) * tokens * everything * wide
         + factor.attention * scores
-        + factor.logits * (4 + wide) * min(tokens, 1024) * shape.vocab_size
+        + (max(at_work, at_head) if policy in ("layer", "offload") else at_work + at_head)
     )
-    return max(total * (1 + factor.margin), beside)
+    return total * (1 + factor.margin)

@@ -9,7 +9,7 @@ take the place of what backward has used, and where the fused kernel (pallas_ker
 beside its parts; "dots" keeps what it keeps in a loop.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 from planner.devices import DeviceSpec
 from planner.signature import LAST_RESORT
@@ -19,7 +19,6 @@ HEAD_CHUNK = 1024  # positions whose logits exist at one time
 TILE = (128, 256)  # tokens and output features of the fused kernel's tiles
 MIN_WAVES, MIN_DEPTH, MAX_ROW_WASTE = 2, 1024, 1.07  # what pallas_kernels.choice asks of a product
 PINNED = 64e9  # bytes of the host's memory that JAX pins for one process, unless it is told otherwise
-FITTED = 16_384  # tokens a device of "layer", above which its points are few
 FEW = 38e6  # tokens · d_ff: below, XLA keeps frozen product and adapter's share of gate and up instead of their sums
 
 
@@ -158,6 +157,11 @@ def memory_terms(shape: ModelShape, step: StepShape, precision: str, device: Dev
     }
 
 
+def in_turn(policy: str) -> tuple[str, ...]:
+    """Name the terms of which only the larger counts: where layers are recomputed, the head is done when they begin."""
+    return {"layer": ("working", "logits"), LAST_RESORT: (f"saved_{LAST_RESORT}", "logits")}.get(policy, ())
+
+
 def step_memory(
     shape: ModelShape,
     step: StepShape,
@@ -165,21 +169,10 @@ def step_memory(
     device: DeviceSpec,
     model: MemoryModel | None = None,
 ) -> int:
-    """Predict the bytes each device of the group needs, with the model's margin on top.
-
-    Of more tokens than its factor was fitted on, "layer" takes what "offload" does and the layers' inputs, if that is
-    more.
-    """
+    """Predict the bytes each device of the group needs, with the model's margin on top."""
     model = model or MemoryModel()
-    total = _predicted(shape, step, precision, device, model)
-    if step.policy == "layer" and step.J * step.m * step.S / step.degree > FITTED:
-        moved = _predicted(shape, replace(step, policy=LAST_RESORT), precision, device, model)
-        total = max(total, moved + offloaded_bytes(shape, step, precision))
-    return int(total * (1 + model.margin))
-
-
-def _predicted(
-    shape: ModelShape, step: StepShape, precision: str, device: DeviceSpec, model: MemoryModel
-) -> float:
     terms = memory_terms(shape, step, precision, device)
-    return model.fixed_bytes + sum(getattr(model, name) * value for name, value in terms.items())
+    parts = {name: getattr(model, name) * value for name, value in terms.items()}
+    if apart := in_turn(step.policy):
+        parts[min(apart, key=parts.__getitem__)] = 0.0
+    return int((model.fixed_bytes + sum(parts.values())) * (1 + model.margin))

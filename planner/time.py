@@ -150,14 +150,14 @@ class CostModel:
     ) -> StepCost:
         """Return the coefficients of a step; the time of frozen products counts forward and dx, never dW.
 
-        "offload" takes as long as "layer" and, as if nothing hid them, both transfers of each layer's input.
+        "offload" takes as long as "layer" and the transfer of each layer's input from the host; that to it is hidden.
         """
         key = f"{shape.name}/{degree}/{policy}/{precision}"
         if key in self.fitted:
             return StepCost(*self.fitted[key])
         if policy == LAST_RESORT:
             layer = self.step_cost(shape, degree, "layer", precision, S, targets)
-            moved = 2 * shape.n_layers * shape.d_model * (4.0 if precision == "fp32" else 2.0)
+            moved = shape.n_layers * shape.d_model * (4.0 if precision == "fp32" else 2.0)
             return layer._replace(c=layer.c + moved / self.host_bytes_s / degree)
         speedup = degree * self.efficiency(degree)
         factor = self.recompute[policy] / self.precision.get(precision, 1.0)

@@ -17,6 +17,7 @@ from plora_jax.models.config import SOURCES, Site
 from plora_jax.models.find import load_config
 
 REPEATS = 7
+BUSY_S = 0.05  # calls of at least so long are under way at once, so that a GPU does not wait for the host
 
 
 def measure_kernels(
@@ -86,13 +87,17 @@ def _frozen(x: Array, ws: list[Array], factors: Any) -> Any:
 
 def _milliseconds(function: Callable[..., Any], inputs: tuple[Any, ...]) -> float:
     run = jax.jit(function)
-    jax.block_until_ready(run(*inputs))
-    times = []
-    for _ in range(REPEATS):
+
+    def seconds(calls: int) -> float:
         began = time.perf_counter()
-        jax.block_until_ready(run(*inputs))
-        times.append(1e3 * (time.perf_counter() - began))
-    return statistics.median(times)
+        for _ in range(calls):
+            last = run(*inputs)
+        jax.block_until_ready(last)
+        return (time.perf_counter() - began) / calls
+
+    seconds(1)  # compiles
+    calls = max(1, min(50, round(BUSY_S / seconds(1))))
+    return 1e3 * statistics.median(seconds(calls) for _ in range(REPEATS))
 
 
 def bench_kernels_command(

@@ -1,23 +1,27 @@
 """Compile the packed step for an H200 that is described, not there, and write what the compiler says of its memory.
 
-usage: python -m scripts.planner.memory_points OUT.json [--fused | --fp8 | --offload] [--policy POLICY]
-       (pip install 'plora-jax[cuda]'; no GPU)
+usage: python -m scripts.planner.memory_points OUT.json [--fused | --fp8 | --offload] [--policy POLICY] [--here]
+       (pip install 'plora-jax[cuda]'; no GPU, but for --here, which compiles for the one that is there)
 
 All but what recomputes whole layers has its layers written out, as on a GPU: without the fused kernel, or with it
 (--fused, a list of its own); --fp8: on an fp8 base; --offload: long rows, their layers' inputs on the host, and on the
-device. Nothing is tuned, which changes no size: on a card the compiler
-counted the same. With --policy the file is read first, and only that policy's points are made anew.
+device. Nothing is tuned for a described GPU, and cuDNN, which is not asked, gets no workspace for attention's backward
+pass: where layers are written out neither counts, and on a card the compiler said the same. With --policy the file is
+read first, and only that policy's points are made anew.
 """
 
 import argparse
 import dataclasses
 import json
 import os
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+if "--here" not in sys.argv:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 import jax
 import jax.numpy as jnp
@@ -132,9 +136,20 @@ OFFLOAD: list[tuple[Any, ...]] = [
 
 
 def point(
-    asked: str, size: str, J: int, m: int, S: int, rank: int, policy: str, accumulate: bool = False
+    here: bool,
+    asked: str,
+    size: str,
+    J: int,
+    m: int,
+    S: int,
+    rank: int,
+    policy: str,
+    accumulate: bool = False,
 ) -> dict[str, Any]:
-    """Compile one step, `asked` being xla, fused or fp8, and return its memory point as planner.fit reads it."""
+    """Compile one step, `asked` being xla, fused or fp8, and return its memory point as planner.fit reads it.
+
+    `workspace` is what cuDNN works in, bytes; none where the GPU is not here.
+    """
     base = abstract_base(MODELS[size], precision="fp8" if asked == "fp8" else "bf16")
     jobs = [Job(rank=rank, batch_size=m, max_steps=1, scheduler="constant")] * J
     spec = dataclasses.replace(pack_spec(base.config, jobs, m=m), accumulate=accumulate)
@@ -146,21 +161,28 @@ def point(
         kernels = "auto" if asked == "fused" else "xla"
         runtime = dataclasses.replace(runtime, unroll=base.config.n_layers, kernels=kernels)  # type: ignore[arg-type]
         options["xla_gpu_enable_triton_gemm"] = False
-    topology = topologies.get_topology_desc("h200", "cuda", target_config=H200, topology="1x1x1")
-    there = SingleDeviceSharding(topology.devices[0])
+    there, platforms = None, None
+    if not here:
+        topology = topologies.get_topology_desc("h200", "cuda", target_config=H200, topology="1x1x1")
+        there, platforms = SingleDeviceSharding(topology.devices[0]), ("cuda",)
     state = jax.eval_shape(lambda: empty_pack(base.config, spec))
     batch = jax.eval_shape(lambda: random_batch(base.config.vocab_size, J, m, S))
     arguments = jax.tree.map(
         lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=there), (state, base.params, batch)
     )
-    lowered = make_train_step(base, spec, runtime).trace(*arguments).lower(lowering_platforms=("cuda",))  # type: ignore[attr-defined]
-    compiled = lowered.compile(compiler_options=options)
+    lowered = make_train_step(base, spec, runtime).trace(*arguments).lower(lowering_platforms=platforms)  # type: ignore[attr-defined]
+    compiled = lowered.compile(compiler_options=None if here else options)
     taken, host = needed_bytes(compiled), compiled.memory_analysis().host_temp_size_in_bytes
+    calls = [line for line in compiled.as_text().splitlines() if 'custom_call_target="__cudnn' in line]
+    workspace = [
+        int(size) for line in calls for size in re.findall(r"u8\[(\d+)\]", line.split("custom-call(")[0])
+    ]
     print(MODELS[size], J, m, S, rank, policy, f"{taken / 2**30:.2f} GiB", flush=True)
     jax.clear_caches()
     return {
         "model": dataclasses.asdict(model_shape(base.config, MODELS[size])),
         "degree": 1, "optimizer": "adamw", "bytes": taken, "host_bytes": host,
+        "workspace": max(workspace, default=0),
         "precision": base.precision, "attention": "cudnn",
         "fused": DEVICE.cores if asked == "fused" else 0,
         "accumulate": accumulate, "J": J, "m": m, "S": S, "rank_bucket": spec.rank, "policy": policy,
@@ -177,19 +199,20 @@ def main() -> None:
     which.add_argument("--fused", action="store_true", help="the steps with the fused kernel")
     which.add_argument("--fp8", action="store_true", help="steps on an fp8 base")
     which.add_argument("--offload", action="store_true", help="long rows, layer inputs on the host or not")
+    parser.add_argument("--here", action="store_true", help="compile for the GPU of this machine, tuned")
     parser.add_argument("--policy", help="none, dots, layer or offload: make only these points anew")
     args = parser.parse_args()
-    # asked of the device that is there otherwise
-    cudnn.check_cudnn_version = lambda: 91200
-    cudnn.check_compute_capability = lambda capability: True
-    choice.default_device = lambda: DEVICE
+    if not args.here:  # asked of the device that is there otherwise
+        cudnn.check_cudnn_version = lambda: 91200
+        cudnn.check_compute_capability = lambda capability: True
+        choice.default_device = lambda: DEVICE
     asked = "fused" if args.fused else "fp8" if args.fp8 else "xla"
     cases = OFFLOAD if args.offload else {"fused": FUSED, "fp8": FP8, "xla": CASES}[asked]
     known = json.loads(args.out.read_text(encoding="utf-8")) if args.policy else []
     points = []
     for number, case in enumerate(cases):
         keep = number < len(known) and case[5] != args.policy  # without --policy nothing is known
-        points.append(known[number] if keep else point(asked, *case))
+        points.append(known[number] if keep else point(args.here, asked, *case))
         rest = known[number + 1 :]
         args.out.write_text(json.dumps(points + rest, indent=1) + "\n", encoding="utf-8")
 

