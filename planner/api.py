@@ -80,9 +80,12 @@ def make_plan(
     left out.
 
     Raises:
-        PlanError: no jobs, ids that clash, absurd values, or a base that no device group holds.
+        PlanError: no jobs, ids that clash, absurd values, an unknown policy, or a base that no device group holds.
     """
     options = options or Options()
+    known = (*POLICIES, LAST_RESORT)
+    if not options.policies or set(options.policies) - set(known):
+        raise PlanError(f"policies are {options.policies}; choose some of {', '.join(known)}")
     kept, notes = check_jobs(list(jobs), shape)
     costs = cost_models(devices, cost_model)
     busy = tuple(busy_until) if any(busy_until) else ()
