@@ -36,6 +36,9 @@ class Options:
     search early, as a safety: such a plan says `truncated` and may differ between machines. `early_stop` names the
     rungs of every job: the plan then tells its expected end, simulated, and is made rung by rung where that is
     expected to end earlier, or where `by_rung` says so.
+
+    Raises:
+        PlanError: a policy that is not known, or none.
     """
 
     max_slots: int = 256
@@ -46,6 +49,11 @@ class Options:
     early_stop: Ladders | None = None
     by_rung: bool | None = None
     wall_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        known = (*POLICIES, LAST_RESORT)
+        if isinstance(self.policies, str) or not self.policies or not set(self.policies) <= set(known):
+            raise PlanError(f"policies are {self.policies!r}; choose some of {', '.join(known)}")
 
 
 def default_effort(instance: Instance) -> Effort:
@@ -80,12 +88,9 @@ def make_plan(
     left out.
 
     Raises:
-        PlanError: no jobs, ids that clash, absurd values, an unknown policy, or a base that no device group holds.
+        PlanError: no jobs, ids that clash, absurd values, or a base that no device group holds.
     """
     options = options or Options()
-    known = (*POLICIES, LAST_RESORT)
-    if not options.policies or set(options.policies) - set(known):
-        raise PlanError(f"policies are {options.policies}; choose some of {', '.join(known)}")
     kept, notes = check_jobs(list(jobs), shape)
     costs = cost_models(devices, cost_model)
     busy = tuple(busy_until) if any(busy_until) else ()
@@ -102,7 +107,7 @@ def make_plan(
         return out
 
     policies, instances = options.policies, instances_with(options.policies)
-    on_host = policies == POLICIES and all(part.spec.name != "cpu" for part in devices.parts)
+    on_host = set(policies) == set(POLICIES) and all(part.spec.name != "cpu" for part in devices.parts)
     if on_host and not _hold_all(instances) and _hold_all(moved := instances_with((*policies, LAST_RESORT))):
         policies, instances = (*policies, LAST_RESORT), moved
         notes.append(

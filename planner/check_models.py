@@ -125,19 +125,15 @@ def pack_bytes(
     scores = 0.0
     if devices.spec.attention == "xla":
         scores = 4 * tokens * shape.n_heads * S * ((shape.n_layers if policy == "none" else 1) + 2)
-    at_work, at_head = (
-        factor.working * tokens * everything * wide,
-        (4 + wide) * min(tokens, 1024) * shape.vocab_size,
-    )
-    if policy == "offload":
-        at_work *= factor.saved_offload / factor.working
-    at_head *= factor.logits
+    at_work = factor.working * tokens * everything * wide
+    at_head = factor.logits * (4 + wide) * min(tokens, 1024) * shape.vocab_size
+    one_after_other = policy in ("layer", "offload") and devices.spec.name != "cpu"
     total = (
         factor.fixed_bytes
         + factor.weights * whole
         + factor.adapters * adapters
-        + getattr(factor, f"saved_{policy}") * shape.n_layers * kept * wide
+        + getattr(factor, f"saved_{policy}", 0.0) * shape.n_layers * kept * wide
         + factor.attention * scores
-        + (max(at_work, at_head) if policy in ("layer", "offload") else at_work + at_head)
+        + (max(at_work, at_head) if one_after_other else at_work + at_head)
     )
     return total * (1 + factor.margin)

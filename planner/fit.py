@@ -16,10 +16,13 @@ import numpy as np
 
 from planner.devices import DeviceSpec
 from planner.errors import PlanError
-from planner.memory import MemoryModel, StepShape, in_turn, memory_terms, step_memory
+from planner.memory import MemoryModel, StepShape, head_is_done, memory_terms, step_memory
 from planner.specs import ModelShape
 from planner.time import StepCost
 
+WORKING = (
+    2  # times the logits' factor is about that of a layer's working memory: which is larger, before the fit
+)
 FACTORS = tuple(f.name for f in fields(MemoryModel) if f.name not in ("fixed_bytes", "margin", "source"))
 
 
@@ -99,8 +102,8 @@ def fit_memory(points: Sequence[MemoryPoint], held_out: Sequence[MemoryPoint]) -
 
     rows = [memory_terms(p.shape, p.step, p.precision, p.device) for p in points]
     for row, p in zip(rows, points, strict=True):
-        if apart := in_turn(p.step.policy):  # a layer's factor is about twice the logits'
-            row[min(apart, key=lambda name: row[name] * (1 if name == "logits" else 2))] = 0.0
+        if head_is_done(p.step.policy, p.device):
+            row["logits" if WORKING * row["working"] > row["logits"] else "working"] = 0.0
     told = [name for name in FACTORS if any(row.get(name) for row in rows)]
     if len(points) < len(told) + 1:
         raise PlanError(f"{len(points)} memory points cannot tell {len(told) + 1} factors; measure more")

@@ -44,7 +44,7 @@ class MemoryModel:
     """Hold the factors on each analytic term; all 1 until fitted on `compiled.memory_analysis()` points.
 
     `margin` is added to every prediction: the largest error, as a share, seen on held-out points.
-    `saved` factors are per policy: what the backward pass keeps for each token and layer.
+    `saved` factors are per policy: what the backward pass keeps for each token and layer; "offload" keeps nothing.
     """
 
     weights: float = 1.0
@@ -52,7 +52,6 @@ class MemoryModel:
     saved_none: float = 1.0
     saved_dots: float = 1.0
     saved_layer: float = 1.0
-    saved_offload: float = 1.0
     working: float = 1.0
     attention: float = 1.0
     logits: float = 1.0
@@ -134,8 +133,6 @@ def memory_terms(shape: ModelShape, step: StepShape, precision: str, device: Dev
         saved = tokens * shape.n_layers * saved_elements(shape, step.policy) * compute
         adapters += params * compute  # all layers' gradients
     working = tokens * saved_elements(shape, "none") * compute
-    if step.policy == LAST_RESORT:  # one layer's backward pass and its input are all that counts
-        saved, working = working, 0.0
     embedding = shape.n_params - shape.linear_params
     weights = shape.linear_params * PRECISION_BYTES[precision] + embedding * compute
     gathered = 0.0 if step.degree == 1 else 2 * shape.linear_params / shape.n_layers * compute
@@ -147,19 +144,19 @@ def memory_terms(shape: ModelShape, step: StepShape, precision: str, device: Dev
     if device.attention == "xla":  # [B, N, S, S] float32, kept per layer unless the layer is recomputed
         layers = shape.n_layers if step.policy == "none" else 1
         scores = 4.0 * tokens * shape.n_heads * step.S * (layers + 2)
-    return {
+    terms = {
         "weights": weights / step.degree + gathered,
         "adapters": adapters,
-        f"saved_{step.policy}": saved,
         "working": working,
         "attention": scores,
         "logits": logits_bytes(shape, tokens, precision),
     }
+    return terms if step.policy == LAST_RESORT else {**terms, f"saved_{step.policy}": saved}
 
 
-def in_turn(policy: str) -> tuple[str, ...]:
-    """Name the terms of which only the larger counts: where layers are recomputed, the head is done when they begin."""
-    return {"layer": ("working", "logits"), LAST_RESORT: (f"saved_{LAST_RESORT}", "logits")}.get(policy, ())
+def head_is_done(policy: str, device: DeviceSpec) -> bool:
+    """Say whether logits are gone when a layer's backward pass begins, so that only the larger of both counts."""
+    return policy in ("layer", LAST_RESORT) and device.name != "cpu"
 
 
 def step_memory(
@@ -173,6 +170,6 @@ def step_memory(
     model = model or MemoryModel()
     terms = memory_terms(shape, step, precision, device)
     parts = {name: getattr(model, name) * value for name, value in terms.items()}
-    if apart := in_turn(step.policy):
-        parts[min(apart, key=parts.__getitem__)] = 0.0
+    if head_is_done(step.policy, device):
+        parts[min(("working", "logits"), key=parts.__getitem__)] = 0.0
     return int((model.fixed_bytes + sum(parts.values())) * (1 + model.margin))

@@ -17,7 +17,7 @@ from plora_jax.models.config import SOURCES, Site
 from plora_jax.models.find import load_config
 
 REPEATS = 7
-BUSY_S = 0.05  # calls of at least so long are under way at once, so that a GPU does not wait for the host
+BUSY_S = 0.05  # calls of about so long are under way at once, so that a GPU does not wait for the host
 
 
 def measure_kernels(

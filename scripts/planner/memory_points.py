@@ -1,20 +1,18 @@
-"""Compile the packed step for an H200 that is described, not there, and write what the compiler says of its memory.
+"""Compile the packed step for an H200, described or there, and write what the compiler says of its memory.
 
 usage: python -m scripts.planner.memory_points OUT.json [--fused | --fp8 | --offload] [--policy POLICY] [--here]
        (pip install 'plora-jax[cuda]'; no GPU, but for --here, which compiles for the one that is there)
 
 All but what recomputes whole layers has its layers written out, as on a GPU: without the fused kernel, or with it
 (--fused, a list of its own); --fp8: on an fp8 base; --offload: long rows, their layers' inputs on the host, and on the
-device. Nothing is tuned for a described GPU, and cuDNN, which is not asked, gets no workspace for attention's backward
-pass: where layers are written out neither counts, and on a card the compiler said the same. With --policy the file is
-read first, and only that policy's points are made anew.
+device. Nothing is tuned for a described GPU, which changes no size where layers are written out: on a card the compiler
+said the same. With --policy the file is read first, and only that policy's points are made anew.
 """
 
 import argparse
 import dataclasses
 import json
 import os
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels import Device, choice
+from planner.signature import LAST_RESORT, POLICIES
 from plora_jax.bench.step import random_batch
 from plora_jax.jobs import Job
 from plora_jax.models.decoder import Runtime
@@ -146,10 +145,7 @@ def point(
     policy: str,
     accumulate: bool = False,
 ) -> dict[str, Any]:
-    """Compile one step, `asked` being xla, fused or fp8, and return its memory point as planner.fit reads it.
-
-    `workspace` is what cuDNN works in, bytes; none where the GPU is not here.
-    """
+    """Compile one step, `asked` being xla, fused or fp8, and return its memory point as planner.fit reads it."""
     base = abstract_base(MODELS[size], precision="fp8" if asked == "fp8" else "bf16")
     jobs = [Job(rank=rank, batch_size=m, max_steps=1, scheduler="constant")] * J
     spec = dataclasses.replace(pack_spec(base.config, jobs, m=m), accumulate=accumulate)
@@ -173,16 +169,11 @@ def point(
     lowered = make_train_step(base, spec, runtime).trace(*arguments).lower(lowering_platforms=platforms)  # type: ignore[attr-defined]
     compiled = lowered.compile(compiler_options=None if here else options)
     taken, host = needed_bytes(compiled), compiled.memory_analysis().host_temp_size_in_bytes
-    calls = [line for line in compiled.as_text().splitlines() if 'custom_call_target="__cudnn' in line]
-    workspace = [
-        int(size) for line in calls for size in re.findall(r"u8\[(\d+)\]", line.split("custom-call(")[0])
-    ]
     print(MODELS[size], J, m, S, rank, policy, f"{taken / 2**30:.2f} GiB", flush=True)
     jax.clear_caches()
     return {
         "model": dataclasses.asdict(model_shape(base.config, MODELS[size])),
         "degree": 1, "optimizer": "adamw", "bytes": taken, "host_bytes": host,
-        "workspace": max(workspace, default=0),
         "precision": base.precision, "attention": "cudnn",
         "fused": DEVICE.cores if asked == "fused" else 0,
         "accumulate": accumulate, "J": J, "m": m, "S": S, "rank_bucket": spec.rank, "policy": policy,
@@ -192,7 +183,7 @@ def point(
 def main() -> None:
     """Compile every case and write the points as one JSON list, after each anew."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("out", type=Path)
     which = parser.add_mutually_exclusive_group()
@@ -200,8 +191,16 @@ def main() -> None:
     which.add_argument("--fp8", action="store_true", help="steps on an fp8 base")
     which.add_argument("--offload", action="store_true", help="long rows, layer inputs on the host or not")
     parser.add_argument("--here", action="store_true", help="compile for the GPU of this machine, tuned")
-    parser.add_argument("--policy", help="none, dots, layer or offload: make only these points anew")
+    parser.add_argument(
+        "--policy",
+        choices=(*POLICIES, LAST_RESORT),
+        help="none, dots, layer or offload: make only these points anew",
+    )
     args = parser.parse_args()
+    if args.here and (args.fused or args.fp8):
+        parser.error("--here is for what runs in a loop: layer and offload")
+    if args.policy and not args.out.is_file():
+        parser.error(f"--policy: there is no {args.out} to make points anew in")
     if not args.here:  # asked of the device that is there otherwise
         cudnn.check_cudnn_version = lambda: 91200
         cudnn.check_compute_capability = lambda capability: True

@@ -61,6 +61,7 @@ def test_plan_survives_json_and_renders():
         (lambda: devices("8xTPU"), "A100-40GB"),
         (lambda: make_plan(quickstart(), SMOL, devices("A10"), options=Options(policies=("all",))), "none, dots"),
         (lambda: make_plan(quickstart(), SMOL, devices("A10"), options=Options(policies=())), "choose some"),
+        (lambda: Options(policies="dots"), "'dots'; choose"),
         (lambda: devices("0xA10"), "between 1 and"),
         (lambda: JobSpec("a", 0, 1, 1, 1, 1), "rank is 0"),
         (lambda: JobSpec("a", 8, 1, 1, 9, 8), "exceeds max_row_tokens"),

@@ -99,7 +99,7 @@ def test_the_fused_kernel_serves_one_device_and_16_bits(change):
 @pytest.mark.parametrize("device", (H200, A100, CPU), ids=lambda d: d.name)
 @pytest.mark.parametrize("m, S", [(1, 128), (1, 8), (4, 1024), (1, 192)])
 def test_more_slots_never_take_less(device, m, S):
-    for policy, rank in product(("none", "dots", "layer"), (8, 128)):
+    for policy, rank in product(("none", "dots", "layer", "offload"), (8, 128)):
         sizes = [
             step_memory(QWEN, StepShape(1, J, m, S, rank, policy), "bf16", device) for J in range(1, 200)
         ]
@@ -216,7 +216,7 @@ def test_steps_on_an_fp8_base_take_no_more_than_predicted():
 
 def test_fit_recovers_factors_it_was_made_from():
     points = read_memory_points(POINTS)
-    true = MemoryModel(1.1, 0.9, 1.3, 0.8, 1.2, 1.0, 1.2, 1.0, 0.6, 3e8, 0.0)
+    true = MemoryModel(1.1, 0.9, 1.3, 0.8, 1.2, 1.2, 1.0, 0.6, 3e8, 0.0)
     made = [p._replace(bytes=step_memory(p.shape, p.step, p.precision, p.device, true)) for p in points]
     model, fit = fit_memory(made[:20], made[20:])
     assert fit.worst < 0.025 and model.adapters == pytest.approx(0.9, rel=0.05)
