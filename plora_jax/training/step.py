@@ -26,9 +26,9 @@ from plora_jax.training.dropout import Dropout
 from plora_jax.training.losses import token_losses
 from plora_jax.training.optim import Hyper, apply_update, hyper, init_optimizer, learning_rate
 
-# Tokens of a job from which the layers' gradients are joined before they are used. Else every kernel that reads them
-# joins 28 pieces anew: three of those kernels took half of the compiler's time. It is another read and write of
-# gradients, 1 % of a step of 128 tokens a job and 0.1 % of one of 1,024.
+# Tokens of a job from which the gradients of all layers are joined before they are used. Else every kernel that reads
+# them joins the layers' pieces anew, and three such kernels took half of the compiler's time at 7B. It is another read
+# and write of gradients: 1.7 % of a step of 128 tokens a job, 0.3 % of one of 1,024 (docs/benchmarks.md).
 JOIN_TOKENS = 512
 
 
