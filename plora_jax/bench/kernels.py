@@ -31,8 +31,8 @@ def measure_kernels(
 
     Returns:
       For each input: {"sites", "shapes" [[D, F], …], "implementation", "reason", "frozen_ms", "xla_ms"} and, where
-      another implementation than XLA's serves, "kernel_ms". Wall time of a call among those under way, median of seven runs;
-      frozen_ms is that of the products without adapters.
+      another implementation than XLA's serves, "kernel_ms". Wall time of a call among those under way, median of seven
+      runs; frozen_ms is that of the products without adapters.
     """
     config = load_config(model)
     rows = []
