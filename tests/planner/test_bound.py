@@ -53,7 +53,7 @@ def test_a_pack_may_have_its_mean_length_and_its_longest_row_from_two_jobs():
 
 
 BIG = decoder_shape("Qwen2.5-32B", 64, 5120, 27648, 40, 8, 128, 152_064)
-LONG = [JobSpec(f"long-{i}", (32, 64)[i % 2], (2, 4)[i % 2], 2000, 700.0, 4096, "long") for i in range(30)]
+LONG = [JobSpec(f"long-{i}", (32, 64)[i % 2], (2, 4)[i % 2], 2000, 700.0, 6144, "long") for i in range(30)]
 SHORT = [JobSpec(f"short-{i}", 8, 4, 900, 90.0, 128, "short", eval_tokens=9_000) for i in range(4)]
 
 
