@@ -21,7 +21,7 @@ from planner.specs import ModelShape
 from planner.time import StepCost
 
 WORKING = (
-    2  # times the logits' factor is about that of a layer's working memory: which is larger, before the fit
+    2  # a layer's working memory has about twice the logits' factor: tells which is larger before the fit
 )
 FACTORS = tuple(f.name for f in fields(MemoryModel) if f.name not in ("fixed_bytes", "margin", "source"))
 

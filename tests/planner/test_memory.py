@@ -216,10 +216,10 @@ def test_steps_on_an_fp8_base_take_no_more_than_predicted():
 
 def test_fit_recovers_factors_it_was_made_from():
     points = read_memory_points(POINTS)
-    true = MemoryModel(1.1, 0.9, 1.3, 0.8, 1.2, 1.2, 1.0, 0.6, 3e8, 0.0)
+    true = MemoryModel(1.1, 0.9, 1.3, 0.8, 1.2, 1.4, 1.0, 0.7, 3e8, 0.0)
     made = [p._replace(bytes=step_memory(p.shape, p.step, p.precision, p.device, true)) for p in points]
-    model, fit = fit_memory(made[:20], made[20:])
-    assert fit.worst < 0.025 and model.adapters == pytest.approx(0.9, rel=0.05)
+    model, fit = fit_memory([p for n, p in enumerate(made) if n % 3 != 2], made[2::3])
+    assert fit.worst < 0.01 and model.adapters == pytest.approx(0.9, rel=0.05)
 
 
 def test_bad_points_are_refused(tmp_path):
