@@ -61,11 +61,11 @@ def default_effort(instance: Instance) -> Effort:
     if instance.n_jobs < FEW * instance.usable and instance.n_jobs <= 200:
         return Effort(recuts=180, proposals=4_500, dives=12, restarts=4)
     if instance.n_jobs <= 200:
-        return Effort()
+        return Effort(recuts=30, races=2)
     if instance.n_jobs <= 2_500:
         return Effort(recuts=60, proposals=4_000, dives=4)
     few = len(instance.classes) <= FEW_CLASSES
-    return Effort(recuts=20 if few else 3, proposals=0, dives=2 if few else 0)
+    return Effort(recuts=20 if few else 3, proposals=0, dives=2 if few else 1)
 
 
 def make_plan(

@@ -14,6 +14,7 @@ from planner.instance import Counts, Instance
 
 PRECISE = 4e-3  # relative width at which the bisection stops
 KEEP = 1.06
+RISES = (1.03, 1.1, 1.3, 2.0)  # times the lower bound: the first limits that are tried
 MIXED_JOBS = 100  # the longest line on which mixtures of degrees are searched
 
 
@@ -200,7 +201,9 @@ def cut_line(instance: Instance, items: Counts, found: Found, low: float) -> Non
     for pattern, attempt in attempts.items():
         own = makespan(found[pattern]) if pattern in found else float("inf")
         best = min(map(makespan, found.values()), default=float("inf"))
-        start = attempt(min(own * (1 - PRECISE), best * KEEP, 1e15))
+        # far above the bound an attempt is long and its bisection longer
+        limits = [min(own * (1 - PRECISE), best * KEEP)] if found else [*(low * rise for rise in RISES), 1e15]
+        start = next(filter(None, map(attempt, limits)), None)
         if start is not None:
             found[pattern] = bisect(attempt, low, start)
 

@@ -21,13 +21,12 @@ from planner.search import improve
 
 GROUP_JOBS = 1_000  # the most for which the bound over whole groups is sought
 GOAL = 1.002  # makespan / bound at which searching more is idle
-AIMS = (0.4, 0.6, 0.8)  # times that all groups are filled for, between the bound and the best known
+AIMS = (0.6, 0.8, 0.4)  # times that all groups are filled for, between the bound and the best known
 NOISE = 0.02  # deviation of the logarithms of prices, where they are disturbed
 STARTS = 3  # solutions that local search starts from
 FEW = 5  # jobs a device, below which an integer program chooses among the groups that searches met
 FEW_CLASSES = 40  # classes of jobs, above which that program takes too long
 LEAST_RENT = 0.05  # a device of groups that are not needed is taken to cost
-RACES = 3  # rounds of local search; half the starts are dropped after each
 HEAT = 1e-4  # first temperature of the local search, as a share of the makespan, for one device
 
 
@@ -41,6 +40,7 @@ class Effort:
     proposals: int = 2_000
     dives: int = 6
     restarts: int = 1
+    races: int = 3  # rounds of local search; half the starts are dropped after each
 
 
 class Bound(NamedTuple):
@@ -122,17 +122,17 @@ def ours(
             starts += [dived] if dived else []
             keep(dived, "dive")
         starts = sorted({makespan(s): s for s in starts}.values(), key=makespan)[:STARTS]
-        for race in range(RACES):
+        for race in range(effort.races):
             for n, start in enumerate(starts):
                 if makespan(best) <= goal:
                     return best, name, False
                 if clock() > deadline:
                     return best, name, True
                 seed = 100 * restart + 10 * race + n
-                tries = effort.recuts // RACES // len(starts)
+                tries = effort.recuts // effort.races // len(starts)
                 cut = recut(instance, tables, bound.worth(), start, tries, seed, goal)
                 keep(cut, "re-cut")
-                tries = effort.proposals // RACES // len(starts)
+                tries = effort.proposals // effort.races // len(starts)
                 starts[n] = improve(instance, cut, tries, seed, heat, goal)
                 keep(starts[n], "local search")
             starts = sorted(starts, key=makespan)[: -(-len(starts) // 2)]

@@ -15,8 +15,8 @@ WIDTH = 1.002  # the longest of a span over its shortest, at most
 
 
 class Table(NamedTuple):
-    """Hold the packs that a group of one degree may run: a row is a program and its micro-steps L, a trial a row
-    and J.
+    """Hold the packs that a group of one degree may run: a row is a program and the jobs short enough for its
+    micro-steps L, a trial a row, L and J.
     """
 
     degree: int
@@ -63,10 +63,11 @@ def make_table(instance: Instance, types: Types, degree: int, room: float, most:
         kept = (needed[:, None] >= J) & (seconds <= room)
         if most is None:
             kept &= (J <= 24) | (J % 4 == 0) | (needed[:, None] == J) | np.isin(J, types.limit[of_policy])
-        row, trial = kept.nonzero()
-        rows, row = np.unique(row, return_inverse=True)
+        span, trial = kept.nonzero()
+        capacity = J[trial] * upto[span]
+        _, rows, row = np.unique((held > 0).sum(axis=1)[span], return_index=True, return_inverse=True)
+        rows = span[rows]
         tight = np.tile((buckets == need.bucket, lengths == need.S), (len(rows), 1, 1))
-        capacity = J[trial] * upto[rows][row]
         parts.append((held[rows], np.full(len(rows), kind), tight, row + n_rows, capacity, seconds[kept]))
         n_rows, n_trials = n_rows + len(rows), n_trials + len(row)
         if most is not None and n_trials > most:
