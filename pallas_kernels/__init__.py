@@ -1,5 +1,6 @@
 """Packed LoRA products for JAX: a frozen matrix product with its adapters, for many jobs at once."""
 
+from .ahead import compile_lowered as compile_lowered
 from .api import SHRUNK as SHRUNK
 from .api import lora_delta as lora_delta
 from .api import lora_dense as lora_dense

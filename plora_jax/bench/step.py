@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import by_default, using
+from pallas_kernels import by_default, compile_lowered, using
 from pallas_kernels.choice import asked
 from planner import DeviceSpec, StepShape, cost_model, step_memory
 from plora_jax.bench.gemms import measure_ceiling
@@ -69,7 +69,7 @@ def compile_step(
         batch = jax.tree.map(lambda leaf: jnp.stack([leaf] * micro_steps), batch)
     start = time.perf_counter()
     lowered = step.lower(state, base.params, batch)  # type: ignore[attr-defined]
-    compiled = lowered.compile(compiler_options=options)
+    compiled = compile_lowered(lowered, options)
     return Program(lowered, compiled, runtime, spec, batch, time.perf_counter() - start)
 
 

@@ -12,12 +12,14 @@ import logging
 import os
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import jax
@@ -25,7 +27,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
-from pallas_kernels import choice
+from pallas_kernels import choice, compile_lowered
 from plora_jax.data.shapes import Shape
 from plora_jax.models.decoder import Runtime
 from plora_jax.models.load import Base
@@ -59,12 +61,11 @@ ASIDE = (
 log = logging.getLogger(__name__)
 _found: dict[str, Future[Any]] = {}  # by name: the program, or None where there is none
 _reader = ThreadPoolExecutor(1, "kept-steps")
-_hits = 0  # of JAX's own cache
+_hits: Counter[int] = Counter()  # of JAX's own cache, by the thread that asked
 
 
 def _count(event: str, **_: Any) -> None:
-    global _hits
-    _hits += event == "/jax/compilation_cache/cache_hits"
+    _hits[get_ident()] += event == "/jax/compilation_cache/cache_hits"
 
 
 jax.monitoring.register_event_listener(_count)
@@ -156,9 +157,11 @@ class KeptStep:
         if found is not None and jax.config.jax_log_compiles:
             log.warning("Finished loading jit(step) in %.3f sec", time.perf_counter() - began)
         if found is None:
-            before, lowered = _hits, self.jitted.lower(*self._arguments(at))  # type: ignore[attr-defined]
-            found = lowered.compile()
-            if _hits == before:  # a program that was read once would be written without some of its functions
+            before, lowered = _hits[get_ident()], self.jitted.lower(*self._arguments(at))  # type: ignore[attr-defined]
+            found = compile_lowered(lowered)
+            if (
+                _hits[get_ident()] == before
+            ):  # a program that was read once would be written without some of its functions
                 _write(name, found)
             _found[name] = Future()
             _found[name].set_result(found)
