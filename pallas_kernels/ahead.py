@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 CALL, TARGET = "stablehlo.custom_call", "mosaic_gpu_v2"
-DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
+DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32, "i32": jnp.int32}
 
 log = logging.getLogger(__name__)
 
