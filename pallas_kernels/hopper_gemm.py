@@ -159,29 +159,17 @@ def lora_gemm(
 
             def walk(on_tile):
                 """Visit this cluster's tiles, leaders first; on_tile(i, leads, row tile, job, row, column)."""
+                skipped = 1 if shrinks else 0
+                grid, minor = (m_groups, max(n_tiles - skipped, 1)), 1 if c.minor_n else 0
 
-                def visit(i, leads, m_group, column):
+                @pl.loop(0, tile_count)
+                def _visit(i):
+                    at, leads = i * clusters + me, i < leader_count
+                    m_group, n_index = plgpu.planar_snake(at - leaders, grid, minor, c.band)
+                    m_group, n_index = jnp.where(leads, at, m_group), jnp.where(leads, 0, n_index + skipped)
                     index = m_group * c.cluster + rank
                     row = mod(index, job_tiles) * TILE_M
-                    on_tile(i, leads, index, lax.div(index, jnp.int32(job_tiles)), row, column)
-
-                if leaders:
-
-                    @pl.loop(0, leader_count)
-                    def _lead(i):
-                        # a traced 0, since static slices may not reach beyond N
-                        visit(i, True, i * clusters + me, me * 0)
-
-                skipped = 1 if leaders else 0
-
-                if n_tiles > skipped:
-
-                    @pl.loop(leader_count, tile_count)
-                    def _follow(i):
-                        at = i * clusters + me - leaders
-                        grid, minor = (m_groups, n_tiles - skipped), 1 if c.minor_n else 0
-                        m_group, n_index = plgpu.planar_snake(at, grid, minor, c.band)
-                        visit(i, False, m_group, (n_index + skipped) * c.tile_n)
+                    on_tile(i, leads, index, lax.div(index, jnp.int32(job_tiles)), row, n_index * c.tile_n)
 
             @pl.when(wg == WGS)
             def _feed():
@@ -203,6 +191,11 @@ def lora_gemm(
                         a_ref.at[job, pl.ds(0, widths[s]), depths], target, a_full.at[slot]
                     )
 
+                def await_u(s, leads, index):
+                    pl.when(leads)(lambda: plgpu.barrier_wait(u_done.at[s]))
+                    if flags:
+                        pl.when(~leads)(lambda: pl.semaphore_wait(ready.at[s, index], WGS, decrement=False))
+
                 def on_tile(i, leads, index, job, row, column):
                     first, first_a = i * steps, i * a_steps
                     rows, columns = pl.ds(row, TILE_M), pl.ds(column, c.tile_n)
@@ -213,16 +206,13 @@ def lora_gemm(
                             depths = pl.ds(k * TILE_K, TILE_K)
                             right = w_ref.at[columns, depths] if transposed else w_ref.at[depths, columns]
                             fill(first + k, x_ref.at[job, rows, depths], right, multicast=True)
-                            if leads and p in shrink_of:
-                                fill_a(first_a + k, shrink_of[p], job, depths)
+                            if p in shrink_of:
+                                pl.when(leads)(lambda: fill_a(first_a + k, shrink_of[p], job, depths))
 
                         first += count
                         first_a += count if p in shrink_of else 0
                     for s in awaited:
-                        if leads:
-                            plgpu.barrier_wait(u_done.at[s])
-                        elif flags:
-                            pl.semaphore_wait(ready.at[s, index], WGS, decrement=False)
+                        await_u(s, leads, index)
                     for extra, u_ref, e_ref, count in zip(extras, u_refs, e_refs, e_steps, strict=True):
 
                         @pl.loop(0, count)
@@ -310,19 +300,18 @@ def lora_gemm(
                                     pl.semaphore_signal(ready.at[s, index])
                             first_a += count
                         first += count
-                    if extras:
-                        multiply(acc, first, sum(e_steps))
 
                 def on_tile(i, leads, index, job, row, column):
                     def run(acc, *a_accs):
-                        if leads:
-                            lead(acc, a_accs, i, index, job, row)
-                        else:
-                            multiply(acc, i * steps, steps)
+                        done = 0
+                        if shrinks:
+                            pl.when(leads)(lambda: lead(acc, a_accs, i, index, job, row))
+                            done = jnp.where(leads, sum(k_steps), 0)
+                        multiply(acc, i * steps + done, steps - done)
                         return acc[...]
 
-                    accs = (c.tile_n, *(widths if leads else ()))
-                    total = pl.run_scoped(run, *(plgpu.ACC((ROWS, width), jnp.float32) for width in accs))
+                    accs = (plgpu.ACC((ROWS, width), jnp.float32) for width in (c.tile_n, *widths))
+                    total = pl.run_scoped(run, *accs)
                     if bias_ref is not None:
                         total += vector(bias_ref.at[pl.ds(column, c.tile_n)], c.tile_n)
                     store(total, out_ref, job, row, column)
