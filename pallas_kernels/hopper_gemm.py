@@ -14,6 +14,8 @@ into a second accumulator, writes u and raises a flag. Leaders come first; the o
 """
 
 import dataclasses
+import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +28,7 @@ TILE_M, TILE_K = 128, 64
 PIECE = 64  # results leave in [64, 64] pieces
 WGS = 2  # warpgroups that multiply
 ROWS = TILE_M // WGS
-MAX_SHRINK = 128  # ranks of a leader's further accumulators: 64 registers a thread
+MAX_SHRINK = 128  # ranks of a leader's further accumulator: 64 registers a thread
 SHARED_BYTES = 232_448 - 2_048  # of a Hopper block, less barriers and alignment
 
 
@@ -74,7 +76,7 @@ def fit_shared(config: GemmConfig, widths: list[int]) -> tuple[GemmConfig, int]:
 
     def size(stages, a_stages, out_slots):
         ring = stages * (TILE_M + config.tile_n) * TILE_K
-        narrow = TILE_M * sum(width for width in widths if width < PIECE)
+        narrow = TILE_M * ranks if ranks < PIECE else 0
         return 2 * (ring + a_stages * ranks * TILE_K + out_slots * TILE_M * PIECE + narrow)
 
     for stages in range(config.stages, 1, -1):
@@ -107,7 +109,7 @@ def lora_gemm(
     (jobs, tokens, _), dtype = products[0][0].shape, products[0][0].dtype
     n = products[0][1].shape[0 if transposed else 1]
     widths = [shrink_width(shrink.a.shape[1]) for shrink in shrinks]
-    most = max(widths, default=0)
+    width = max(widths, default=0)  # of the one accumulator that serves a leader's shrinks in turn
     if sum(widths) > MAX_SHRINK:
         raise ValueError(f"the shrinks have {widths} ranks, more than {MAX_SHRINK}")
     c, a_stages = fit_shared(config, widths)
@@ -119,20 +121,22 @@ def lora_gemm(
     e_steps = [pl.cdiv(extra.e.shape[2 if transposed else 1], TILE_K) for extra in extras]
     steps = sum(k_steps) + sum(e_steps)
     shrink_of = {shrink.product: s for s, shrink in enumerate(shrinks)}
-    a_steps = sum(k_steps[p] for p in shrink_of)
-    awaited = sorted({extra.u for extra in extras if isinstance(extra.u, int)})
+    *starts, _ = itertools.accumulate(k_steps, initial=0)
+    *a_starts, a_steps = itertools.accumulate(
+        (k if p in shrink_of else 0 for p, k in enumerate(k_steps)), initial=0
+    )
+    awaited = any(isinstance(extra.u, int) for extra in extras)
     flags = bool(shrinks) and interpret is None
     if shrinks and not flags and clusters != 1:
         raise ValueError("interpretation knows no flags between blocks: shrinks need sms == cluster")
     # these are read by plain loads, which nothing guards beyond the end
-    scales = [
-        jnp.pad(s.scale, ((0, 0), (0, w - s.scale.shape[1]))) for s, w in zip(shrinks, widths, strict=True)
-    ]
+    scales = [jnp.pad(s.scale, ((0, 0), (0, width - s.scale.shape[1]))) for s in shrinks]
     bias = None if bias is None else jnp.pad(bias, (0, n_tiles * c.tile_n - n))
     operands = (
         [x for x, _ in products],
         [w for _, w in products],
-        [(s.a, scale) for s, scale in zip(shrinks, scales, strict=True)],
+        [s.a for s in shrinks],
+        jnp.stack(scales) if shrinks else None,
         [None if isinstance(extra.u, int) else extra.u for extra in extras],
         [extra.e for extra in extras],
         bias,
@@ -140,14 +144,14 @@ def lora_gemm(
     flat, tree = jax.tree.flatten(operands)
 
     def body(*refs):
-        x_refs, w_refs, shrink_refs, u_refs, e_refs, bias_ref = tree.unflatten(refs[: len(flat)])
+        x_refs, w_refs, a_refs, scale_ref, u_refs, e_refs, bias_ref = tree.unflatten(refs[: len(flat)])
         out_ref, *su_refs = refs[len(flat) :]
         u_refs = [su_refs[extra.u] if u is None else u for extra, u in zip(extras, u_refs, strict=True)]
 
         def scope(x_smem, w_smem, out_smem, full, free, a_smem, u_smem, a_full, a_free, u_done):
             wg, rank, me = lax.axis_index("wg"), lax.axis_index("cluster"), lax.axis_index("sm")
             if flags:
-                ready = pl.get_global(plgpu.SemaphoreType.REGULAR((len(shrinks), m_groups * c.cluster)))
+                ready = pl.get_global(plgpu.SemaphoreType.REGULAR((m_groups * c.cluster,)))
 
             def mod(step, ring):
                 return lax.rem(step, jnp.int32(ring))
@@ -185,34 +189,27 @@ def lora_gemm(
                 def fill_a(step, s, job, depths):
                     slot = mod(step, a_stages)
                     pl.when(step >= a_stages)(lambda: plgpu.barrier_wait(a_free.at[slot]))
-                    a_ref, _ = shrink_refs[s]
-                    target = a_smem.at[slot, pl.ds(0, widths[s])]
-                    plgpu.copy_gmem_to_smem(
-                        a_ref.at[job, pl.ds(0, widths[s]), depths], target, a_full.at[slot]
-                    )
-
-                def await_u(s, leads, index):
-                    pl.when(leads)(lambda: plgpu.barrier_wait(u_done.at[s]))
-                    if flags:
-                        pl.when(~leads)(lambda: pl.semaphore_wait(ready.at[s, index], WGS, decrement=False))
+                    source = a_refs[s].at[job, pl.ds(0, width), depths]
+                    plgpu.copy_gmem_to_smem(source, a_smem.at[slot], a_full.at[slot])
 
                 def on_tile(i, leads, index, job, row, column):
-                    first, first_a = i * steps, i * a_steps
                     rows, columns = pl.ds(row, TILE_M), pl.ds(column, c.tile_n)
                     for p, (x_ref, w_ref, count) in enumerate(zip(x_refs, w_refs, k_steps, strict=True)):
 
                         @pl.loop(0, count)
-                        def _base(k, p=p, x_ref=x_ref, w_ref=w_ref, first=first, first_a=first_a):
+                        def _base(k, p=p, x_ref=x_ref, w_ref=w_ref):
                             depths = pl.ds(k * TILE_K, TILE_K)
                             right = w_ref.at[columns, depths] if transposed else w_ref.at[depths, columns]
-                            fill(first + k, x_ref.at[job, rows, depths], right, multicast=True)
+                            step, a_step = i * steps + starts[p] + k, i * a_steps + a_starts[p] + k
+                            fill(step, x_ref.at[job, rows, depths], right, multicast=True)
                             if p in shrink_of:
-                                pl.when(leads)(lambda: fill_a(first_a + k, shrink_of[p], job, depths))
+                                pl.when(leads)(lambda: fill_a(a_step, shrink_of[p], job, depths))
 
-                        first += count
-                        first_a += count if p in shrink_of else 0
-                    for s in awaited:
-                        await_u(s, leads, index)
+                    if awaited:
+                        pl.when(leads)(lambda: plgpu.barrier_wait(u_done))
+                    if awaited and flags:
+                        pl.when(~leads)(lambda: pl.semaphore_wait(ready.at[index], WGS, decrement=False))
+                    first = i * steps + sum(k_steps)
                     for extra, u_ref, e_ref, count in zip(extras, u_refs, e_refs, e_steps, strict=True):
 
                         @pl.loop(0, count)
@@ -248,7 +245,7 @@ def lora_gemm(
                 my_rows = pl.ds(wg * ROWS, ROWS)
 
                 def multiply(acc, first, count, second=None):
-                    """Accumulate steps of the ring; `second` = (accumulator, first step, width) takes those of A."""
+                    """Accumulate steps of the ring; `second` = (accumulator, first step) takes those of A."""
 
                     @pl.loop(0, count)
                     def _step(k):
@@ -256,65 +253,78 @@ def lora_gemm(
                         plgpu.barrier_wait(full.at[slot])
                         left, right = x_smem.at[slot, my_rows], w_smem.at[slot]
                         if second is not None:  # first, so that the long product hides its latency
-                            a_acc, first_a, width = second
+                            a_acc, first_a = second
                             a_slot = mod(first_a + k, a_stages)
                             plgpu.barrier_wait(a_full.at[a_slot])
-                            plgpu.wgmma(a_acc, left, a_smem.at[a_slot, pl.ds(0, width)].transpose((1, 0)))
+                            plgpu.wgmma(a_acc, left, a_smem.at[a_slot].transpose((1, 0)))
                         plgpu.wgmma(acc, left, right.transpose((1, 0)) if transposed else right)
                         plgpu.wgmma_wait(0)  # the other warpgroup keeps the tensor cores busy meanwhile
                         plgpu.barrier_arrive(free.at[slot])
                         if second is not None:
                             plgpu.barrier_arrive(a_free.at[a_slot])
 
-                def vector(ref, width):
+                def vector(ref):
                     """Load one number per column, to be applied to an accumulator."""
                     row = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-                    return lax.broadcast_in_dim(row.astype(jnp.float32), (ROWS, width), [1])
+                    return lax.broadcast_in_dim(row.astype(jnp.float32), (ROWS, row.shape[0]), [1])
 
-                def store(total, ref, job, row, column, buffer=out_smem):
-                    slots, _, width = buffer.shape[1:]
-                    for k in range(total.shape[1] // width):
+                def store(total, refs, which, job, row, column, buffer=out_smem):
+                    slots, _, size = buffer.shape[1:]
+                    rows = pl.ds(row + wg * ROWS, ROWS)
+                    for k in range(total.shape[1] // size):
                         slot = k % slots
                         plgpu.wait_smem_to_gmem(slots - 1 if k else 0, wait_read_only=True)
-                        buffer[wg, slot] = total[:, k * width : (k + 1) * width].astype(dtype)
+                        buffer[wg, slot] = total[:, k * size : (k + 1) * size].astype(dtype)
                         plgpu.commit_smem()
-                        target = ref.at[job, pl.ds(row + wg * ROWS, ROWS), pl.ds(column + k * width, width)]
-                        plgpu.copy_smem_to_gmem(buffer.at[wg, slot], target)
+                        copy = functools.partial(plgpu.copy_smem_to_gmem, buffer.at[wg, slot])
+                        targets = [ref.at[job, rows, pl.ds(column + k * size, size)] for ref in refs]
+                        lax.switch(which, [functools.partial(copy, target) for target in targets])
 
-                def lead(acc, a_accs, i, index, job, row):
+                def pick(values, p):
+                    """Return values[p] of a traced p."""
+                    return sum(jnp.where(p == at, value, 0) for at, value in enumerate(values))
+
+                def lead(acc, i, index, job, row):
                     """Run a leader's products, with its shrinks."""
-                    first, first_a = i * steps, i * a_steps
-                    for p, count in enumerate(k_steps):
-                        if p not in shrink_of:
-                            multiply(acc, first, count)
+
+                    def shrink(p):
+                        first, first_a = i * steps + pick(starts, p), i * a_steps + pick(a_starts, p)
+                        s = pick([shrink_of.get(at, 0) for at in range(len(products))], p)
+
+                        def run(a_acc):
+                            multiply(acc, first, pick(k_steps, p), (a_acc, first_a))
+                            return a_acc[...]
+
+                        u = pl.run_scoped(run, plgpu.ACC((ROWS, width), jnp.float32))
+                        # the last cluster may hold a row tile beyond the last job
+                        u *= vector(scale_ref.at[s, jnp.minimum(job, jobs - 1)])
+                        store(u, su_refs, s, job, row, 0, u_smem or out_smem)
+
+                    for shrinking, group in itertools.groupby(range(len(products)), shrink_of.__contains__):
+                        ps = list(group)
+                        if shrinking:
+                            pl.loop(ps[0], ps[-1] + 1)(shrink)
                         else:
-                            s = shrink_of[p]
-                            multiply(acc, first, count, (a_accs[s], first_a, widths[s]))
-                            # the last cluster may hold a row tile beyond the last job
-                            scale = vector(shrink_refs[s][1].at[jnp.minimum(job, jobs - 1)], widths[s])
-                            store(a_accs[s][...] * scale, su_refs[s], job, row, 0, u_smem[s] or out_smem)
-                            if s in awaited:
-                                plgpu.wait_smem_to_gmem(0)
-                                plgpu.barrier_arrive(u_done.at[s])
-                                if flags:
-                                    pl.semaphore_signal(ready.at[s, index])
-                            first_a += count
-                        first += count
+                            multiply(acc, i * steps + starts[ps[0]], sum(k_steps[p] for p in ps))
+                    if awaited:
+                        plgpu.wait_smem_to_gmem(0)
+                        plgpu.barrier_arrive(u_done)
+                        if flags:
+                            pl.semaphore_signal(ready.at[index])
 
                 def on_tile(i, leads, index, job, row, column):
-                    def run(acc, *a_accs):
+                    def run(acc):
                         done = 0
                         if shrinks:
-                            pl.when(leads)(lambda: lead(acc, a_accs, i, index, job, row))
+                            pl.when(leads)(lambda: lead(acc, i, index, job, row))
                             done = jnp.where(leads, sum(k_steps), 0)
                         multiply(acc, i * steps + done, steps - done)
                         return acc[...]
 
-                    accs = (plgpu.ACC((ROWS, width), jnp.float32) for width in (c.tile_n, *widths))
-                    total = pl.run_scoped(run, *accs)
+                    total = pl.run_scoped(run, plgpu.ACC((ROWS, c.tile_n), jnp.float32))
                     if bias_ref is not None:
-                        total += vector(bias_ref.at[pl.ds(column, c.tile_n)], c.tile_n)
-                    store(total, out_ref, job, row, column)
+                        total += vector(bias_ref.at[pl.ds(column, c.tile_n)])
+                    store(total, [out_ref], 0, job, row, column)
 
                 walk(on_tile)
                 plgpu.wait_smem_to_gmem(0)
@@ -330,11 +340,11 @@ def lora_gemm(
             free=plgpu.ClusterBarrier(collective_axes=("cluster",), **arrivals)
             if c.cluster > 1
             else plgpu.Barrier(**arrivals),
-            a_smem=_swizzled((a_stages, most, TILE_K), dtype) if shrinks else None,
-            u_smem=[_swizzled((WGS, 1, ROWS, w), dtype) if w < PIECE else None for w in widths],
+            a_smem=_swizzled((a_stages, width, TILE_K), dtype) if shrinks else None,
+            u_smem=_swizzled((WGS, 1, ROWS, width), dtype) if 0 < width < PIECE else None,
             a_full=plgpu.Barrier(num_barriers=a_stages) if shrinks else None,
             a_free=plgpu.Barrier(num_arrivals=WGS, num_barriers=a_stages) if shrinks else None,
-            u_done=plgpu.Barrier(num_arrivals=WGS, num_barriers=len(shrinks)) if shrinks else None,
+            u_done=plgpu.Barrier(num_arrivals=WGS) if shrinks else None,
             collective_axes="wg",
         )
 
