@@ -98,7 +98,7 @@ def _dx(mask, sites, dys, config, interpret):
     shrinks: tuple[Shrink, ...] = ()
     extras: tuple[Extra, ...] = ()
     sources: dict = {}
-    if sum(shrink_width(bt.shape[1]) for bt in bts.values()) <= MAX_SHRINK:
+    if max((shrink_width(bt.shape[1]) for bt in bts.values()), default=0) <= MAX_SHRINK:
         shrinks = tuple(Shrink(i, bts[i], scales[i]) for i in ranks)
         sources = dict(zip(ranks, range(len(ranks)), strict=True))
     else:

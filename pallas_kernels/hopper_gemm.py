@@ -100,7 +100,7 @@ def lora_gemm(
 
     Args:
       products: pairs x [J, T, K] and w [K, N] (transposed: [N, K]); K may differ between pairs.
-      shrinks: `Shrink`s of at most 128 ranks together, one a product at most. extras: `Extra`s. bias: [N] or None.
+      shrinks: `Shrink`s of at most 128 ranks each, one a product at most. extras: `Extra`s. bias: [N] or None.
       All of one 16-bit dtype; T a multiple of 8; K, N multiples of 64; ranks multiples of 8, and of 64 above 64.
 
     Returns:
@@ -110,8 +110,8 @@ def lora_gemm(
     n = products[0][1].shape[0 if transposed else 1]
     widths = [shrink_width(shrink.a.shape[1]) for shrink in shrinks]
     width = max(widths, default=0)  # of the one accumulator that serves a leader's shrinks in turn
-    if sum(widths) > MAX_SHRINK:
-        raise ValueError(f"the shrinks have {widths} ranks, more than {MAX_SHRINK}")
+    if width > MAX_SHRINK:
+        raise ValueError(f"the shrinks have {widths} ranks; {MAX_SHRINK} is the most")
     c, a_stages = fit_shared(config, widths)
     job_tiles = pl.cdiv(tokens, TILE_M)
     m_groups, n_tiles = pl.cdiv(jobs * job_tiles, c.cluster), pl.cdiv(n, c.tile_n)
@@ -298,7 +298,8 @@ def lora_gemm(
                         u = pl.run_scoped(run, plgpu.ACC((ROWS, width), jnp.float32))
                         # the last cluster may hold a row tile beyond the last job
                         u *= vector(scale_ref.at[s, jnp.minimum(job, jobs - 1)])
-                        store(u, su_refs, s, job, row, 0, u_smem or out_smem)
+                        # a traced 0: static slices may not reach beyond the narrower ones' ranks
+                        store(u, su_refs, s, job, row, me * 0, u_smem or out_smem)
 
                     for shrinking, group in itertools.groupby(range(len(products)), shrink_of.__contains__):
                         ps = list(group)

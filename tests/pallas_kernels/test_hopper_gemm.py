@@ -62,6 +62,7 @@ def interpreted(transposed, config, *shape, bias=False):
     [
         ((2, 128, [128], 256, [8]), True),
         ((3, 72, [128, 64], 192, [8, 64]), False),  # rows, columns and ranks beyond the tiles; two products
+        ((1, 72, [64, 64, 64], 128, [64, 0, 128]), False),  # more ranks together than one accumulator holds
         ((1, 8, [64], 64, [0]), False),  # no adapter, one tile
     ],
 )
@@ -134,5 +135,5 @@ def test_shared_memory_fits(widths):
 
 
 def test_too_many_ranks_are_refused():
-    with pytest.raises(ValueError, match="more than 128"):
+    with pytest.raises(ValueError, match="128 is the most"):
         lora_gemm(*draw(1, 64, [64], 64, [192], False, False)[:3])
