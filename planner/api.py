@@ -65,7 +65,7 @@ def default_effort(instance: Instance) -> Effort:
     if instance.n_jobs <= 2_500:
         return Effort(recuts=60, proposals=4_000, dives=4)
     few = len(instance.classes) <= FEW_CLASSES
-    return Effort(recuts=20 if few else 3, proposals=0, dives=2 if few else 1)
+    return Effort(recuts=20, proposals=0, dives=2) if few else Effort(recuts=3, proposals=0, dives=1, orders=1)
 
 
 def make_plan(

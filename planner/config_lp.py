@@ -54,6 +54,8 @@ class Types(NamedTuple):
 
 def make_types(instance: Instance) -> Types:
     """List every type that some class needs, and every class it can serve."""
+    if "types" in instance.cache:
+        return instance.cache["types"]
     K = range(len(instance.classes))
     own = [instance.need(((k, 1),)) for k in K]
     seen = {(need.S, need.S_max) for need in own}  # a pack's mean length and longest may be two jobs'
@@ -91,18 +93,10 @@ def make_types(instance: Instance) -> Types:
     numbers = np.array([row[2:] for row in rows], dtype=float).T  # degree, t0, seconds a slot, limit, set-up
     k, t, steps, scoring = np.array(pairs, dtype=float).T
     degree, t0, slot_s, limit, setup = numbers
-    return Types(
-        [row[:3] for row in rows],
-        degree,
-        t0,
-        slot_s,
-        limit,
-        setup,
-        k.astype(int),
-        t.astype(int),
-        steps,
-        scoring,
-    )
+    needs = [row[:3] for row in rows]
+    types = Types(needs, degree, t0, slot_s, limit, setup, k.astype(int), t.astype(int), steps, scoring)
+    instance.cache["types"] = types
+    return types
 
 
 def _least_targets(instance: Instance, served: list[int]) -> frozenset[str] | None:

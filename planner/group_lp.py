@@ -22,7 +22,6 @@ from planner.trials import Best, Ranking, Table, TooManyError, make_table
 CELLS = 2_000  # of time, up to TOP
 TOP = 1.25  # how far above the bound known before the search goes
 MOST_TRIALS = 8_000  # packs of one degree; above, groups hold many and the other bounds are near
-ROUNDS = 40
 COLUMNS = 16  # a round and degree
 TRUST = 3.0  # a job is worth at most so many times its price in the configuration LP
 NEW = 0.7  # share of the newest duals in the next prices
@@ -174,7 +173,7 @@ class Master:
 
 
 def group_bound(
-    instance: Instance, types: Types, low: float, prices: np.ndarray, rounds: int = ROUNDS
+    instance: Instance, types: Types, low: float, prices: np.ndarray, rounds: int = 40
 ) -> tuple[float, np.ndarray]:
     """Return a bound, which may be below the known one `low`, and its prices in seconds × devices; `prices` are the
     configuration LP's.

@@ -25,6 +25,7 @@ AIMS = (0.6, 0.8, 0.4)  # times that all groups are filled for, between the boun
 NOISE = 0.02  # deviation of the logarithms of prices, where they are disturbed
 STARTS = 3  # solutions that local search starts from
 FEW = 5  # jobs a device, below which an integer program chooses among the groups that searches met
+ROUNDS, MANY_ROUNDS = 40, 24  # of the bound over whole groups: where jobs are few, it is often the one that counts
 FEW_CLASSES = 40  # classes of jobs, above which that program takes too long
 LEAST_RENT = 0.05  # a device of groups that are not needed is taken to cost
 HEAT = 1e-4  # first temperature of the local search, as a share of the makespan, for one device
@@ -40,6 +41,7 @@ class Effort:
     proposals: int = 2_000
     dives: int = 6
     restarts: int = 1
+    orders: int = 5  # of the jobs, which greedy cuts
     races: int = 3  # rounds of local search; half the starts are dropped after each
 
 
@@ -70,7 +72,8 @@ def bounds(instance: Instance) -> Bound:
         seconds, kind = lp, "lp"
     _, _, _, prices, rents = solve(instance, types, seconds * 1.02)
     if instance.n_jobs <= GROUP_JOBS:
-        found, better = group_bound(instance, types, seconds - first, prices)
+        rounds = ROUNDS if instance.n_jobs < FEW * instance.usable else MANY_ROUNDS
+        found, better = group_bound(instance, types, seconds - first, prices, rounds)
         if found + first > seconds:
             return Bound(found + first, "groups", better, {d: float(d) for d in rents})
     return Bound(seconds, kind, prices, rents)
@@ -91,7 +94,7 @@ def ours(
     goal = bound.seconds * GOAL
     if is_small(instance):
         return exact(instance), "exact", False
-    best, name = min(greedy(instance, goal).values(), key=makespan), "greedy"
+    best, name = min(greedy(instance, goal, effort.orders).values(), key=makespan), "greedy"
     if start is not None and makespan(start) <= makespan(best):
         best, name = start, "incumbent"
 
