@@ -15,10 +15,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from . import hopper, reference
+from . import reference
 from .fp8 import Fp8Weight
-from .hopper_gemm import TILE_M, GemmConfig
 from .reference import Site, adapted
+from .tiles import TILE_M, GemmConfig
 
 MAX_RANK = 256
 MAX_ROW_WASTE = 1.07  # rows of whole tiles over tokens: beyond, the folded product of XLA is faster
@@ -186,10 +186,14 @@ class _Hopper(NamedTuple):
         def config(site):
             return config_for("forward", x.shape[-1], site.d_out, self.device)
 
+        from . import hopper  # imports Pallas for GPUs, a second that other processes need not wait
+
         # a function of its own: layers that are written out one by one call it, and it is lowered once
         return jax.jit(functools.partial(hopper.forward, config=config))(x, mask, sites)
 
     def backward(self, x, mask, sites, us, dys):
+        from . import hopper
+
         depth = sum(site.d_out for site in sites)
         config = config_for("backward", depth, x.shape[-1], self.device)
         return jax.jit(functools.partial(hopper.backward, config=config))(x, mask, sites, us, dys)

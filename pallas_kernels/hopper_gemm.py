@@ -24,25 +24,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-TILE_M, TILE_K = 128, 64
+from .tiles import TILE_K, TILE_M, GemmConfig
+
 PIECE = 64  # results leave in [64, 64] pieces
 WGS = 2  # warpgroups that multiply
 ROWS = TILE_M // WGS
 MAX_SHRINK = 128  # ranks of a leader's further accumulator: 64 registers a thread
 SHARED_BYTES = 232_448 - 2_048  # of a Hopper block, less barriers and alignment
-
-
-@dataclasses.dataclass(frozen=True)
-class GemmConfig:
-    """Tile sizes and schedule of one launch; a block computes [128, tile_n]."""
-
-    tile_n: int = 256
-    stages: int = 4
-    cluster: int = 2  # blocks along M that receive one copy of W by multicast
-    minor_n: bool = False  # walk the tiles of a band along N (True) or M
-    band: int = 8  # width of a band, for reuse in L2
-    out_slots: int = 2
-    sms: int = 132
 
 
 DEFAULT = GemmConfig()
