@@ -2,6 +2,8 @@
 
 import os
 import signal
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -16,6 +18,13 @@ os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
 
 # Most tests compile more than they compute: LLVM's optimizations are a third of their time.
 os.environ.setdefault(UNOPTIMIZED.upper(), "true")
+
+# Where Python may write no bytecode, each process that a test starts would compile all that it imports, for seconds.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
+    os.environ.setdefault(
+        "PYTHONPYCACHEPREFIX", str(Path(__file__).parents[1] / ".pytest_cache" / "bytecode")
+    )
+    sys.dont_write_bytecode, sys.pycache_prefix = False, os.environ["PYTHONPYCACHEPREFIX"]
 
 # A shell's background jobs ignore Ctrl-C, and so would every process that a test starts and interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
