@@ -18,6 +18,8 @@ os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
 
 # Most tests compile more than they compute: LLVM's optimizations are a third of their time.
 os.environ.setdefault(UNOPTIMIZED.upper(), "true")
+# XLA's newer emitters of fusions take most of the rest; its older ones compile a small step in less than half the time.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters")
 
 # Where Python may write no bytecode, each process that a test starts would compile all that it imports, for seconds.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
@@ -49,6 +51,7 @@ def optimizations(request):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(UNOPTIMIZED.upper(), "false")
+        patch.delenv("XLA_FLAGS")
         before = jax.config.read(UNOPTIMIZED)
         jax.config.update(UNOPTIMIZED, False)
         jax.clear_caches()  # of functions that other files had compiled
