@@ -38,6 +38,9 @@ settings.register_profile("same", derandomize=True)
 settings.register_profile("random", derandomize=False)
 settings.load_profile("random" if os.environ.get("PLORA_EXAMPLES") else "same")
 
+RERUN = ("test_engine.py", "test_handover.py", "test_packrun.py", "test_replan.py", "test_resume.py")
+RERUN += ("test_rungs.py", "test_types.py")
+
 LONGEST = ("test_quickstart.py", "test_step.py", "test_packrun.py", "test_bench.py", "test_engine.py")
 
 
@@ -57,6 +60,18 @@ def optimizations(request):
         jax.clear_caches()  # of functions that other files had compiled
         yield
         jax.config.update(UNOPTIMIZED, before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs(request, tmp_path_factory):
+    """Keep the programs of files that run one sweep again and again, as users' are kept."""
+    if request.path.name not in RERUN:
+        yield
+        return
+    from tests.programs import kept_in
+
+    with kept_in(tmp_path_factory.mktemp("programs")):
+        yield
 
 
 def pytest_collection_modifyitems(items):
