@@ -33,6 +33,7 @@ LABELS = (" negative", " positive")
 MAX_TOKENS = 47
 MIN_RATING = 0.5  # of 4: weaker ratings are left out as undecided
 SPLIT_SEED = 0
+SEARCH = {"learning_rate": [3e-4, 1e-3], "rank": [8, 16], "batch_size": [4, 8], "alpha_ratio": [2]}
 DEVICE = "cpu-5GB"  # which the plan keeps to; Python, compilation and checkpoints come on top
 
 
@@ -144,12 +145,7 @@ def sweep_yaml(model: Path, data: dict[str, Path]) -> str:
                 "metric": "choice_accuracy",
                 "choices": list(LABELS),
             },
-            "search": {
-                "learning_rate": [3e-4, 1e-3],
-                "rank": [8, 16],
-                "batch_size": [4, 8],
-                "alpha_ratio": [2],
-            },
+            "search": SEARCH,
             "train": {"epochs": 2, "scheduler": "cosine", "warmup_ratio": 0.1},
             "precision": {"base": "fp32"},
             "devices": DEVICE,
