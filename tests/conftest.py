@@ -41,7 +41,8 @@ settings.load_profile("random" if os.environ.get("PLORA_EXAMPLES") else "same")
 RERUN = ("test_engine.py", "test_handover.py", "test_packrun.py", "test_replan.py", "test_resume.py")
 RERUN += ("test_rungs.py", "test_types.py")
 
-LONGEST = ("test_quickstart.py", "test_step.py", "test_packrun.py", "test_bench.py", "test_engine.py")
+LONGEST = ("test_quickstart.py", "test_bench.py", "test_step.py", "test_kept.py", "test_packrun.py")
+LONGEST += ("test_engine.py", "test_recompute.py")
 
 
 @pytest.fixture(autouse=True, scope="module")
