@@ -25,7 +25,7 @@ AIMS = (0.6, 0.8, 0.4)  # times that all groups are filled for, between the boun
 NOISE = 0.02  # deviation of the logarithms of prices, where they are disturbed
 STARTS = 3  # solutions that local search starts from
 FEW = 5  # jobs a device, below which an integer program chooses among the groups that searches met
-ROUNDS, MANY_ROUNDS = 40, 24  # of the bound over whole groups: where jobs are few, it is often the one that counts
+ROUNDS = (24, 40)  # of the bound over whole groups; where jobs are few, it is mostly the one that counts
 FEW_CLASSES = 40  # classes of jobs, above which that program takes too long
 LEAST_RENT = 0.05  # a device of groups that are not needed is taken to cost
 HEAT = 1e-4  # first temperature of the local search, as a share of the makespan, for one device
@@ -72,8 +72,8 @@ def bounds(instance: Instance) -> Bound:
         seconds, kind = lp, "lp"
     _, _, _, prices, rents = solve(instance, types, seconds * 1.02)
     if instance.n_jobs <= GROUP_JOBS:
-        rounds = ROUNDS if instance.n_jobs < FEW * instance.usable else MANY_ROUNDS
-        found, better = group_bound(instance, types, seconds - first, prices, rounds)
+        few = instance.n_jobs < FEW * instance.usable
+        found, better = group_bound(instance, types, seconds - first, prices, ROUNDS[few])
         if found + first > seconds:
             return Bound(found + first, "groups", better, {d: float(d) for d in rents})
     return Bound(seconds, kind, prices, rents)
