@@ -66,7 +66,7 @@ def default_effort(instance: Instance) -> Effort:
         return Effort(recuts=60, proposals=4_000, dives=4)
     if len(instance.classes) <= FEW_CLASSES:
         return Effort(recuts=20, proposals=0, dives=2)
-    return Effort(recuts=3, proposals=0, dives=1, orders=1)
+    return Effort(recuts=3, proposals=0, dives=1, orders=2)
 
 
 def make_plan(

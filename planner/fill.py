@@ -166,9 +166,12 @@ def fill(
     return complete(instance, groups, jobs)
 
 
-def dive(instance: Instance, tables: Tables, prices: Prices, C: float) -> Solution | None:
+def dive(
+    instance: Instance, tables: Tables, prices: Prices, C: float, first: dict[int, float]
+) -> Solution | None:
     """Return groups filled one by one for C, the degree of each that loses least a device; None where many jobs
-    are left.
+    are left. `first` holds, and gets, what a degree lost a device when an earlier dive first tried it: not before
+    others lose as much is it tried again.
 
     A group is repeated while there are jobs for twice as many. The last jobs go where they cost least, C or not. Where
     devices are busy, groups of the smallest degree are filled, those that are free first.
@@ -177,7 +180,7 @@ def dive(instance: Instance, tables: Tables, prices: Prices, C: float) -> Soluti
     if instance.busy:
         return fill(instance, tables, prices, left, unused(instance, []), C)
     free, solution = instance.usable, []
-    lost = dict.fromkeys(tables, 0.0)  # a device, when last tried; that only grows as jobs get fewer
+    lost = dict.fromkeys(tables, 0.0) | first  # a device, when last tried; that only grows as jobs get fewer
     while left.any() and free:
         best: tuple[float, int, State] | None = None
         for d in sorted((d for d in tables if d <= free), key=lambda d: (lost[d], d)):
@@ -185,6 +188,7 @@ def dive(instance: Instance, tables: Tables, prices: Prices, C: float) -> Soluti
                 break
             found = Filler(instance, tables[d], prices[d], left, C).fill()
             lost[d] = found[0] / d if found else np.inf
+            first.setdefault(d, lost[d])
             if found and (best is None or lost[d] < best[0]):
                 best = (lost[d], d, found[1])
         if best is None:

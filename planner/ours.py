@@ -116,12 +116,12 @@ def ours(
     heat = HEAT / instance.devices.count
     for restart in range(effort.restarts):
         rng = np.random.default_rng(restart)
-        starts = [first]
+        starts, lost = [first], {}
         for n in range(effort.dives):
             C = bound.seconds + AIMS[n % len(AIMS)] * (makespan(best) - bound.seconds)
             noise = NOISE if n >= len(AIMS) else 0.0
             worth = bound.worth(np.exp(rng.normal(0.0, noise, len(bound.prices))))
-            dived = dive(instance, tables, worth, C)
+            dived = dive(instance, tables, worth, C, lost)
             starts += [dived] if dived else []
             keep(dived, "dive")
         starts = sorted({makespan(s): s for s in starts}.values(), key=makespan)[:STARTS]

@@ -100,7 +100,7 @@ def test_a_dive_tries_the_degrees_that_may_lose_least(problem, priced, monkeypat
             return super().fill()
 
     monkeypatch.setattr("planner.fill.Filler", Watched)
-    groups = dive(problem, tables, prices, 1.05 * C)
+    groups = dive(problem, tables, prices, 1.05 * C, {})
     left, free = np.array([n for _, n in problem.counts]), 5
     for group in groups:
         lost = {d: Filler(problem, tables[d], prices[d], left, 1.05 * C).fill() for d in tables if d <= free}
@@ -161,11 +161,11 @@ def test_searches_keep_every_job_and_never_lose_time(problem, priced):
         assert jobs_of(found) == problem.counts
         assert makespan(found) <= makespan(start)
         assert sum(group.degree for group in found) <= 5
-    dived = dive(problem, tables, prices, 1.05 * C)
+    dived = dive(problem, tables, prices, 1.05 * C, {})
     assert jobs_of(dived) == problem.counts and sum(group.degree for group in dived) <= 5
     assert improve(problem, start, 300) == improve(problem, start, 300)
     assert recut(problem, tables, prices, start, 9) == recut(problem, tables, prices, start, 9)
-    assert dive(problem, tables, prices, 0.5 * C) is None, "half the time does not do"
+    assert dive(problem, tables, prices, 0.5 * C, {}) is None, "half the time does not do"
 
 
 def test_more_effort_comes_closer(problem):
