@@ -116,7 +116,7 @@ def ours(
     heat = HEAT / instance.devices.count
     for restart in range(effort.restarts):
         rng = np.random.default_rng(restart)
-        starts, lost = [first], {}
+        starts, lost = [first], dict[int, float]()
         for n in range(effort.dives):
             C = bound.seconds + AIMS[n % len(AIMS)] * (makespan(best) - bound.seconds)
             noise = NOISE if n >= len(AIMS) else 0.0
