@@ -53,11 +53,19 @@ def compile_lowered(lowered: Any, options: dict[str, Any] | None = None) -> Any:
     """Compile a `jax.stages.Lowered`, with `options` of the compiler, and its Mosaic kernels beside it."""
     threads = ThreadPoolExecutor(4, "kernels")
     try:
-        for kernel in kernels_of(lowered):
+        for kernel in _found_in(lowered):
             threads.submit(_compile, kernel)
         return lowered.compile(compiler_options=options)
     finally:
         threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _found_in(lowered: Any) -> list[Kernel]:
+    try:
+        return kernels_of(lowered)
+    except Exception:  # another JAX may say what a kernel is in other words; XLA compiles it all the same
+        log.debug("kernels were not recognised", exc_info=True)
+        return []
 
 
 def _compile(kernel: Kernel) -> None:

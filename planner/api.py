@@ -57,7 +57,7 @@ class Options:
 
 
 def default_effort(instance: Instance) -> Effort:
-    """Return how long to search: less for more jobs; among many, dives pay only where jobs are of few classes."""
+    """Return how long to search: less for more jobs, and for many of many classes, whose dives take seconds each."""
     if instance.n_jobs < FEW * instance.usable and instance.n_jobs <= 200:
         return Effort(recuts=180, proposals=4_500, dives=12, restarts=4)
     if instance.n_jobs <= 200:
@@ -66,7 +66,7 @@ def default_effort(instance: Instance) -> Effort:
         return Effort(recuts=60, proposals=4_000, dives=4)
     if len(instance.classes) <= FEW_CLASSES:
         return Effort(recuts=20, proposals=0, dives=2)
-    return Effort(recuts=3, proposals=0, dives=1, orders=2)
+    return Effort(recuts=3, proposals=0, dives=1, orders=2, races=1)
 
 
 def make_plan(

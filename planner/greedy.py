@@ -202,7 +202,11 @@ def cut_line(instance: Instance, items: Counts, found: Found, low: float) -> Non
         own = makespan(found[pattern]) if pattern in found else float("inf")
         best = min(map(makespan, found.values()), default=float("inf"))
         # far above the bound an attempt is long and its bisection longer
-        limits = [min(own * (1 - PRECISE), best * KEEP)] if found else [*(low * rise for rise in RISES), 1e15]
+        limits = (
+            [min(own * (1 - PRECISE), best * KEEP)]
+            if found
+            else [*(low * rise for rise in RISES if low), 1e15]
+        )
         start = next(filter(None, map(attempt, limits)), None)
         if start is not None:
             found[pattern] = bisect(attempt, low, start)

@@ -92,7 +92,7 @@ class Groups:
 
 
 def _columns(best: Best, cells: np.ndarray, packs: np.ndarray, earned: np.ndarray) -> list[np.ndarray]:
-    """Return groups by their jobs: each of the best packs to begin with, from different rows, filled up best."""
+    """Return groups by their jobs: each of the best packs to begin with, one a row, filled up best."""
     cells, worth = cells[packs], best.worth[packs]
     fit = np.flatnonzero(cells < len(earned))
     total = worth[fit] + earned[len(earned) - 1 - cells[fit]]
@@ -173,7 +173,7 @@ class Master:
 
 
 def group_bound(
-    instance: Instance, types: Types, low: float, prices: np.ndarray, rounds: int = 40
+    instance: Instance, types: Types, low: float, prices: np.ndarray, rounds: int
 ) -> tuple[float, np.ndarray]:
     """Return a bound, which may be below the known one `low`, and its prices in seconds × devices; `prices` are the
     configuration LP's.

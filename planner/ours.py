@@ -9,6 +9,7 @@ import numpy as np
 
 from planner.bound import lower_bound
 from planner.config_lp import lp_bound, make_types, solve
+from planner.errors import PlanError
 from planner.exact import exact, is_small
 from planner.fill import Prices, dive, make_tables
 from planner.greedy import greedy
@@ -25,7 +26,7 @@ AIMS = (0.6, 0.8, 0.4)  # times that all groups are filled for, between the boun
 NOISE = 0.02  # deviation of the logarithms of prices, where they are disturbed
 STARTS = 3  # solutions that local search starts from
 FEW = 5  # jobs a device, below which an integer program chooses among the groups that searches met
-ROUNDS = (24, 40)  # of the bound over whole groups; where jobs are few, it is mostly the one that counts
+ROUNDS, ROUNDS_OF_FEW = 24, 40  # of the bound over whole groups, which mostly counts where jobs are few
 FEW_CLASSES = 40  # classes of jobs, above which that program takes too long
 LEAST_RENT = 0.05  # a device of groups that are not needed is taken to cost
 HEAT = 1e-4  # first temperature of the local search, as a share of the makespan, for one device
@@ -35,6 +36,9 @@ HEAT = 1e-4  # first temperature of the local search, as a share of the makespan
 class Effort:
     """Set how long the searches run; numbers of tries, never seconds, so that plans do not depend on the
     machine.
+
+    Raises:
+        PlanError: no order of the jobs, or no race.
     """
 
     recuts: int = 60
@@ -43,6 +47,12 @@ class Effort:
     restarts: int = 1
     orders: int = 5  # of the jobs, which greedy cuts
     races: int = 3  # rounds of local search; half the starts are dropped after each
+
+    def __post_init__(self) -> None:
+        if self.orders < 1 or self.races < 1:
+            raise PlanError(
+                f"effort has {self.orders} orders and {self.races} races; each must be at least 1"
+            )
 
 
 class Bound(NamedTuple):
@@ -72,8 +82,8 @@ def bounds(instance: Instance) -> Bound:
         seconds, kind = lp, "lp"
     _, _, _, prices, rents = solve(instance, types, seconds * 1.02)
     if instance.n_jobs <= GROUP_JOBS:
-        few = instance.n_jobs < FEW * instance.usable
-        found, better = group_bound(instance, types, seconds - first, prices, ROUNDS[few])
+        rounds = ROUNDS_OF_FEW if instance.n_jobs < FEW * instance.usable else ROUNDS
+        found, better = group_bound(instance, types, seconds - first, prices, rounds)
         if found + first > seconds:
             return Bound(found + first, "groups", better, {d: float(d) for d in rents})
     return Bound(seconds, kind, prices, rents)

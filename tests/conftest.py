@@ -19,7 +19,9 @@ os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
 # Most tests compile more than they compute: LLVM's optimizations are a third of their time.
 os.environ.setdefault(UNOPTIMIZED.upper(), "true")
 # XLA's newer emitters of fusions take most of the rest; its older ones compile a small step in less than half the time.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters")
+OLDER = " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+if OLDER not in (flags := os.environ.get("XLA_FLAGS", "")):  # as a worker's already holds it
+    os.environ["XLA_FLAGS"] = flags + OLDER
 
 # Where Python may write no bytecode, each process that a test starts would compile all that it imports, for seconds.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
@@ -47,7 +49,9 @@ LONGEST += ("test_engine.py", "test_recompute.py")
 
 @pytest.fixture(autouse=True, scope="module")
 def optimizations(request):
-    """Compile what some files run, and what processes that they start run, as users' programs are compiled."""
+    """Compile what processes that some files start run as users' programs are compiled; and what the files run
+    themselves, but for the emitters of fusions, which a process reads once.
+    """
     if request.path.name not in OPTIMIZED:
         yield
         return
@@ -55,7 +59,7 @@ def optimizations(request):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(UNOPTIMIZED.upper(), "false")
-        patch.delenv("XLA_FLAGS")
+        patch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"].replace(OLDER, ""))
         before = jax.config.read(UNOPTIMIZED)
         jax.config.update(UNOPTIMIZED, False)
         jax.clear_caches()  # of functions that other files had compiled

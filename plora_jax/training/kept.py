@@ -159,9 +159,8 @@ class KeptStep:
         if found is None:
             before, lowered = _hits[get_ident()], self.jitted.lower(*self._arguments(at))  # type: ignore[attr-defined]
             found = compile_lowered(lowered)
-            if (
-                _hits[get_ident()] == before
-            ):  # a program that was read once would be written without some of its functions
+            # a program that was read once would be written without some of its functions
+            if _hits[get_ident()] == before:
                 _write(name, found)
             _found[name] = Future()
             _found[name].set_result(found)

@@ -1,13 +1,14 @@
 """Kernels found in a lowered program, and compiled beside it."""
 
 import logging
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import compile_lowered
+from pallas_kernels import ahead, compile_lowered
 from pallas_kernels.ahead import _compile, kernels_of
 from pallas_kernels.hopper_gemm import lora_gemm
 
@@ -49,6 +50,31 @@ def test_what_does_not_compile_alone_is_left_to_the_program(lowered, caplog):
     with caplog.at_level(logging.DEBUG):
         _compile(broken)
     assert "did not compile" in caplog.text
+
+
+def test_kernels_are_compiled_beside_the_program(lowered, monkeypatch):
+    begun = []
+    monkeypatch.setattr(ahead, "_compile", begun.append)
+
+    class Program:
+        """Stand in for the lowered program, whose kernels no CPU compiles."""
+
+        compiler_ir = lowered.compiler_ir
+
+        def compile(self, compiler_options):
+            while len(begun) < 2:
+                time.sleep(0.01)
+            return compiler_options
+
+    assert compile_lowered(Program(), {"an_option": 1}) == {"an_option": 1}
+    assert begun == kernels_of(lowered)
+
+
+def test_kernels_in_words_that_are_not_known_are_left_to_the_program(lowered, monkeypatch, caplog):
+    monkeypatch.setattr(ahead, "DTYPES", {})
+    with caplog.at_level(logging.DEBUG), pytest.raises(Exception, match=r"mosaic_gpu_v2|cuda|CUDA"):
+        compile_lowered(lowered)
+    assert "not recognised" in caplog.text
 
 
 def test_a_program_without_kernels_compiles_as_ever():

@@ -131,7 +131,7 @@ def test_a_bound_claims_no_more_than_the_longest_packs_listed():
     """From far below the optimum, all that is known is that no listed pack earns enough: unlisted ones are longer."""
     problem = instance([job(i, 64, 1) for i in range(2)], "1xA100-40GB")
     for low in (1.0, makespan(exact(problem)) / 2):
-        assert group_bound(problem, make_types(problem), low, np.ones(1))[0] <= TOP * low
+        assert group_bound(problem, make_types(problem), low, np.ones(1), 40)[0] <= TOP * low
 
 
 def test_a_degree_whose_jobs_have_no_price_never_earns_its_share():
@@ -146,7 +146,7 @@ def test_groups_that_hold_whole_jobs_bound_as_they_can_be_counted():
     """Five equal jobs on four devices that cannot join: some device runs two, side by side or in turn."""
     problem = instance([job(i, 16, 1, 1) for i in range(5)], "4xA100-40GB")
     problem.__dict__["degrees"] = (1,)
-    bound, _ = group_bound(problem, make_types(problem), 80.0, np.ones(1))
+    bound, _ = group_bound(problem, make_types(problem), 80.0, np.ones(1), 40)
     best = makespan(exact(problem))
     assert 0.995 * best <= bound <= best
 
