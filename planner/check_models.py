@@ -66,6 +66,8 @@ def coefficients(
     token = (
         flop * cost.recompute[policy] / cost.precision.get(precision, 1.0) / cost.flops + attention
     ) / fast
+    numbers = 7 * shape.d_model + 5 * shape.d_ff + 2 * (shape.n_heads + shape.n_kv_heads) * shape.head_dim
+    token += cost.token_passes * shape.n_layers * numbers * wide / cost.bandwidth / degree
     read = 2 * layer_params(shape) * max(WEIGHT_BYTES[precision], wide / 2) / cost.bandwidth / degree
     fixed = cost.step_s + shape.n_layers * cost.layer_s * (1 + 0.25 * math.log2(degree)) + read
     p = params_per_rank(shape, targets)

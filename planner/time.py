@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from planner.devices import Devices, DeviceSpec, Mixture
 from planner.errors import PlanError
-from planner.memory import MemoryModel
+from planner.memory import MemoryModel, saved_elements
 from planner.signature import LAST_RESORT
 from planner.specs import OPTIMIZER_STATES, PRECISION_BYTES, ModelShape
 
@@ -42,7 +42,8 @@ class CostModel:
 
     `flops` and `adapter_flops` are sustained FLOP/s on frozen products and on adapters; `bandwidth` is in
     bytes/s; `layer_s` is the part of a step that no token pays for, per layer; `scaling[d]` is the efficiency
-    of d devices; `recompute[policy]` multiplies the time of frozen products. `state_bytes_s` is in bytes/s, to
+    of d devices; `recompute[policy]` multiplies the time of frozen products. `token_passes` is how often each number
+    that a layer makes of a token is read or written between products. `state_bytes_s` is in bytes/s, to
     and from the disk that jobs wait on between two packs, `host_bytes_s` to or from the host's pinned memory.
     `launch_s` is the least time of a baseline's step for 28 layers and `baseline_rate` its throughput as a share of
     ours (paper and hardware figures, see docs).
@@ -56,6 +57,7 @@ class CostModel:
     layer_s: float
     step_s: float = 0.002
     attention_flops: float = 0.0  # 0: as flops
+    token_passes: float = 0.0
     scaling: dict[str, float] = field(default_factory=lambda: {"1": 1.0})
     precision: dict[str, float] = field(default_factory=lambda: {"bf16": 1.0})
     recompute: dict[str, float] = field(default_factory=lambda: {"none": 1.0, "dots": 1.0, "layer": 1.2})
@@ -113,7 +115,16 @@ class CostModel:
             value = getattr(model, name)
             if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
                 raise PlanError(f"{where}: {name} is {value!r}; a positive number is needed")
-        for name in ("layer_s", "step_s", "attention_flops", "load_s", "compile_s", "export_s", "launch_s"):
+        for name in (
+            "layer_s",
+            "step_s",
+            "attention_flops",
+            "token_passes",
+            "load_s",
+            "compile_s",
+            "export_s",
+            "launch_s",
+        ):
             value = getattr(model, name)
             if not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
                 raise PlanError(f"{where}: {name} is {value!r}; a number of at least 0 is needed")
@@ -165,6 +176,9 @@ class CostModel:
         scores = 6.0 * shape.n_layers * shape.n_heads * shape.head_dim * S  # causal: half of 2·(1+2)·2·S·H·N
         attention = scores / (self.attention_flops or self.flops)
         compute = 4.0 if precision == "fp32" else 2.0
+        between = (
+            self.token_passes * shape.n_layers * saved_elements(shape, "none") * compute / self.bandwidth
+        )
         weights = 2 * shape.linear_params * max(PRECISION_BYTES[precision], compute / 2)  # read twice a step
         fixed = shape.n_layers * self.layer_s * (1 + 0.25 * math.log2(degree))
         params = shape.adapter_params(1, targets)
@@ -173,7 +187,7 @@ class CostModel:
         traffic = params * (8.0 * (2 + OPTIMIZER_STATES["adamw"]) + 3 * compute) / self.bandwidth
         return StepCost(
             t0=self.step_s + fixed + weights / self.bandwidth / degree,
-            c=(products / self.flops * factor + attention) / speedup,
+            c=(products / self.flops * factor + attention) / speedup + between / degree,
             a0=traffic / degree,
             a1=6.0 * params / self.adapter_flops / speedup,
         )
