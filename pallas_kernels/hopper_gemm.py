@@ -270,7 +270,7 @@ def lora_gemm(
 
                 def pick(values, p):
                     """Return values[p] of a traced p."""
-                    return sum(jnp.where(p == at, value, 0) for at, value in enumerate(values))
+                    return sum(jnp.where(p == at, jnp.int32(value), 0) for at, value in enumerate(values))
 
                 def lead(acc, i, index, job, row):
                     """Run a leader's products, with its shrinks."""
@@ -306,7 +306,7 @@ def lora_gemm(
                         done = 0
                         if shrinks:
                             pl.when(leads)(lambda: lead(acc, i, index, job, row))
-                            done = jnp.where(leads, sum(k_steps), 0)
+                            done = jnp.where(leads, jnp.int32(sum(k_steps)), 0)
                         multiply(acc, i * steps + done, steps - done)
                         return acc[...]
 
