@@ -188,7 +188,8 @@ def dive(
                 break
             found = Filler(instance, tables[d], prices[d], left, C).fill()
             lost[d] = found[0] / d if found else np.inf
-            first.setdefault(d, lost[d])
+            if found:  # what fits nothing within this C may fit within another
+                first.setdefault(d, lost[d])
             if found and (best is None or lost[d] < best[0]):
                 best = (lost[d], d, found[1])
         if best is None:

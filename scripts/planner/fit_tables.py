@@ -21,9 +21,8 @@ from planner.time import TABLES, CostModel
 
 START = {"flops": 7e14, "adapter_flops": 3e14, "attention_flops": 4e14, "token_passes": 2.0, "layer_s": 1e-4}
 START |= {"layer": 1.25}
-PULL = np.array(
-    [0.02, 0.02, 0.05, 0.02, 0.01, 0.02]
-)  # to these, in logarithms: far weaker than a step's error
+# to these, in logarithms: far weaker than a step's error
+PULL = np.array([0.02, 0.02, 0.05, 0.02, 0.01, 0.02])
 SINCE = {
     "step-h200-2026-11-30.jsonl": 488 / 527
 }  # what scanned steps gained after it: 7B, 8 x 1 x 1024, dots
