@@ -61,7 +61,7 @@ def default_effort(instance: Instance) -> Effort:
     if instance.n_jobs < FEW * instance.usable and instance.n_jobs <= 200:
         return Effort(recuts=180, proposals=4_500, dives=12, restarts=4)
     if instance.n_jobs <= 200:
-        return Effort(recuts=18, proposals=1_200, dives=5, races=2)
+        return Effort(recuts=18, proposals=1_200, dives=4, orders=3, races=2)
     if instance.n_jobs <= 2_500:
         return Effort(recuts=60, proposals=4_000, dives=4)
     if len(instance.classes) <= FEW_CLASSES:

@@ -31,7 +31,8 @@ from planner.instance import Instance, Need
 from planner.signature import divisors
 
 if TYPE_CHECKING:
-    from scipy.sparse import csr_matrix
+    from highspy import Highs
+    from scipy.sparse import coo_matrix, csc_matrix
 
 PRECISE = 5e-4  # relative width at which the search for the bound stops
 SLACK = 1e-6  # the solver's tolerance, taken off the bound
@@ -115,11 +116,25 @@ def _least_optimizer(instance: Instance, members: list[int]) -> str:
     return "sgd" if any(instance.classes[k].optimizer == "sgd" for k in members) else "adamw"
 
 
+def quiet_highs() -> "Highs":
+    """Return a solver that prints nothing and has one thread."""
+    from highspy import Highs
+
+    class Quiet(Highs):
+        def enableCallbacks(self) -> None:
+            """Do nothing: no callbacks are used, and HiGHS would print its name to standard output."""
+
+    highs = Quiet()
+    highs.silent()
+    highs.setOptionValue("threads", 1)
+    return highs
+
+
 class Rows(NamedTuple):
     """Hold the LP at some C over x = (z, X, y): upper · x ≤ 0, cover · x = n, and the machine time machine · x."""
 
-    upper: "csr_matrix"
-    cover: "csr_matrix"
+    upper: "coo_matrix"
+    cover: "coo_matrix"
     machine: np.ndarray
     degree: np.ndarray  # of the groups that x is about
     pairs: np.ndarray  # indices into the types' pairs; their jobs are the last of x
@@ -159,8 +174,8 @@ def rows_at(instance: Instance, types: Types, C: float) -> Rows:
             block(P, (pair, y, steps / counts[k]), (pair, T + t, -ones)),
             block(P, (pair, y, 1 / counts[k]), (pair, t, -ones)),
         ]
-    ).tocsr()
-    cover = block(len(counts), (k, y, ones)).tocsr()
+    )
+    cover = block(len(counts), (k, y, ones))
     machine = np.concatenate([degree * instance.cost.compile_s, degree * t0, degree[t] * work])
     return Rows(upper, cover, machine, np.concatenate([degree, degree, degree[t]]), kept)
 
@@ -177,72 +192,92 @@ class Answer(NamedTuple):
     rents: dict[int, float]
 
 
-def solve(instance: Instance, types: Types, C: float) -> Answer:
-    """Solve the LP at C."""
-    from scipy.optimize import linprog
-    from scipy.sparse import coo_matrix, hstack, vstack
+class ConfigurationLP:
+    """Hold the LP of one instance: it is solved at one C after another, each time from the last basis."""
 
-    rows, parts = rows_at(instance, types, C), _parts(instance)
-    counts = np.array([n for _, n in instance.counts], dtype=float)
-    if len(np.unique(types.k[rows.pairs])) < len(counts):
-        return Answer(np.inf, rows.pairs, np.zeros(0), np.zeros(0), {})
-    # the last column: what the largest part is above all machine time
-    machine, of = np.append(rows.machine, 0.0), np.append(rows.degree, 0.0)
-    excess = np.append(np.zeros(len(rows.machine)), 1.0)
-    upper = vstack(
-        [
-            hstack([rows.upper, coo_matrix((rows.upper.shape[0], 1))]),
-            *(coo_matrix(machine * (times * (of >= D) - 1) - excess) for D, times in parts),
-        ]
-    ).tocsr()
-    found = linprog(
-        machine + excess,
-        A_ub=upper,
-        b_ub=np.zeros(upper.shape[0]),
-        A_eq=hstack([rows.cover, coo_matrix((len(counts), 1))]).tocsr(),
-        b_eq=counts,
-        method="highs",
-        options={"presolve": False},  # a third faster
-    )
-    if found.x is None:
-        return Answer(np.inf, rows.pairs, np.zeros(0), np.zeros(0), {})
-    duals = -found.ineqlin.marginals[len(found.ineqlin.marginals) - len(parts) :]
-    shares = [(D, dual * times) for (D, times), dual in zip(parts, duals, strict=True)]
-    rents = {d: d * (1 - sum(duals) + sum(share for D, share in shares if d >= D)) for d in instance.degrees}
-    jobs = found.x[len(found.x) - 1 - len(rows.pairs) : -1]
-    return Answer(found.fun, rows.pairs, jobs, found.eqlin.marginals, rents)
+    def __init__(self, instance: Instance, types: Types) -> None:
+        self.instance, self.types = instance, types
+        self.counts = np.array([n for _, n in instance.counts], dtype=float)
+        self.highs = quiet_highs()
+        self.highs.setOptionValue("presolve", "off")  # a third faster
+
+    def solve(self, C: float) -> Answer:
+        """Solve the LP at C."""
+        from highspy import HighsModelStatus
+        from scipy.sparse import coo_matrix, vstack
+
+        rows, parts = rows_at(self.instance, self.types, C), _parts(self.instance)
+        nothing = Answer(np.inf, rows.pairs, np.zeros(0), np.zeros(0), {})
+        if len(np.unique(self.types.k[rows.pairs])) < len(self.counts):
+            return nothing
+        # the last column: what the largest part is above all machine time
+        machine, of = np.append(rows.machine, 0.0), np.append(rows.degree, 0.0)
+        excess = np.append(np.zeros(len(rows.machine)), 1.0)
+        shares = [coo_matrix(machine * (times * (of >= D) - 1) - excess) for D, times in parts]
+        for one in (rows.upper, rows.cover):
+            one.resize(one.shape[0], len(machine))
+        matrix = vstack([rows.upper, *shares, rows.cover]).tocsc()
+        limits = np.zeros(matrix.shape[0] - len(self.counts))
+        below = np.concatenate([limits - np.inf, self.counts])
+        self._pass(matrix, below, np.concatenate([limits, self.counts]), machine + excess)
+        self.highs.run()
+        if self.highs.getModelStatus() != HighsModelStatus.kOptimal:
+            return nothing
+        found = self.highs.getSolution()
+        duals = np.array(found.row_dual)
+        prices, duals = duals[len(limits) :], -duals[len(limits) - len(parts) : len(limits)]
+        costs = [(D, dual * times) for (D, times), dual in zip(parts, duals, strict=True)]
+        rents = {
+            d: d * (1 - sum(duals) + sum(cost for D, cost in costs if d >= D)) for d in self.instance.degrees
+        }
+        jobs = np.array(found.col_value)[len(machine) - 1 - len(rows.pairs) : -1]
+        return Answer(self.highs.getInfo().objective_function_value, rows.pairs, jobs, prices, rents)
+
+    def _pass(self, matrix: "csc_matrix", below: np.ndarray, above: np.ndarray, cost: np.ndarray) -> None:
+        """Give the solver an LP, and the last basis where it is of the same size."""
+        from highspy import HighsLp, MatrixFormat
+
+        lp, basis = HighsLp(), self.highs.getBasis()
+        lp.num_row_, lp.num_col_ = matrix.shape
+        lp.row_lower_, lp.row_upper_, lp.col_cost_ = below, above, cost
+        lp.col_lower_, lp.col_upper_ = np.zeros(len(cost)), np.full(len(cost), np.inf)
+        lp.a_matrix_.format_ = MatrixFormat.kColwise
+        lp.a_matrix_.start_, lp.a_matrix_.index_ = matrix.indptr, matrix.indices
+        lp.a_matrix_.value_ = matrix.data
+        self.highs.passModel(lp)
+        if basis.valid and (len(basis.row_status), len(basis.col_status)) == matrix.shape:
+            self.highs.setBasis(basis)
+
+    def bound(self, low: float) -> float:
+        """Return the least C at which V(C) ≤ G · (C − load), from below; `low` is a bound already known.
+
+        Where devices are busy, each has C less the time until it is free.
+        """
+        load = min(self.instance.load_seconds(d) for d in self.instance.degrees)
+
+        def needed(C: float) -> float:
+            return self.instance.level(self.solve(C).machine_s, load)
+
+        need = needed(low)
+        if need <= low:
+            return low
+        high = low
+        while need > high:  # C, impossible; need(C) is possible, for V falls with C
+            low, high = high, need if np.isfinite(need) else 1.05 * high
+            need = needed(high)
+        low = max(low, need)  # the least possible C needs no less than a larger one
+        near = True  # what C needs hardly changes: the least possible is mostly just above the best bound
+        while high - low > PRECISE * low:
+            C = low * (1 + PRECISE) if near else (low + high) / 2
+            need, near = needed(C), not near
+            low, high = (C, min(high, need)) if need > C else (max(low, need), C)
+        return low * (1 - SLACK)
 
 
 def _parts(instance: Instance) -> list[tuple[int, float]]:
     """Return the degrees D of which no whole groups use all devices, and G / G_D; none where devices are busy."""
     G = instance.usable
     return [] if instance.busy else [(D, G / (G // D * D)) for D in instance.degrees if G % D]
-
-
-def lp_bound(instance: Instance, types: Types, low: float) -> float:
-    """Return the least C at which V(C) ≤ G · (C − load), from below; `low` is a bound already known.
-
-    Where devices are busy, each has C less the time until it is free.
-    """
-    load = min(instance.load_seconds(d) for d in instance.degrees)
-
-    def needed(C: float) -> float:
-        return instance.level(solve(instance, types, C).machine_s, load)
-
-    need = needed(low)
-    if need <= low:
-        return low
-    high = low
-    while need > high:  # C, impossible; need(C) is possible, for V falls with C
-        low, high = high, need if np.isfinite(need) else 1.05 * high
-        need = needed(high)
-    low = max(low, need)  # the least possible C needs no less than a larger one
-    near = True  # what C needs hardly changes: the least possible is mostly just above the best bound
-    while high - low > PRECISE * low:
-        C = low * (1 + PRECISE) if near else (low + high) / 2
-        need, near = needed(C), not near
-        low, high = (C, min(high, need)) if need > C else (max(low, need), C)
-    return low * (1 - SLACK)
 
 
 class Shares(NamedTuple):

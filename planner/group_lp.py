@@ -15,7 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
-from planner.config_lp import Types
+from planner.config_lp import Types, quiet_highs
 from planner.instance import Instance
 from planner.trials import Best, Ranking, Table, TooManyError, make_table
 
@@ -146,15 +146,7 @@ class Master:
     """
 
     def __init__(self, counts: np.ndarray, penalty: np.ndarray) -> None:
-        from highspy import Highs
-
-        class Quiet(Highs):
-            def enableCallbacks(self) -> None:
-                """Do nothing: no callbacks are used, and HiGHS would print its name to standard output."""
-
-        self.highs, self.columns = Quiet(), len(counts)
-        self.highs.silent()
-        self.highs.setOptionValue("threads", 1)
+        self.highs, self.columns = quiet_highs(), len(counts)
         for k, n in enumerate(counts):
             self.highs.addRow(n, np.inf, 0, [], [])
             self.highs.addCol(penalty[k], 0.0, np.inf, 1, [k], [1.0])

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.bound import lower_bound
-from planner.config_lp import lp_bound, make_types, solve
+from planner.config_lp import ConfigurationLP, make_types
 from planner.errors import PlanError
 from planner.exact import exact, is_small
 from planner.fill import Prices, dive, make_tables
@@ -77,10 +77,10 @@ def bounds(instance: Instance) -> Bound:
     seconds, kind = lower_bound([instance])
     seconds += first
     types = make_types(instance)
-    lp = lp_bound(instance, types, seconds)
-    if lp > seconds:
-        seconds, kind = lp, "lp"
-    _, _, _, prices, rents = solve(instance, types, seconds * 1.02)
+    lp = ConfigurationLP(instance, types)
+    if (found := lp.bound(seconds)) > seconds:
+        seconds, kind = found, "lp"
+    _, _, _, prices, rents = lp.solve(seconds * 1.02)
     if instance.n_jobs <= GROUP_JOBS:
         rounds = ROUNDS_OF_FEW if instance.n_jobs < FEW * instance.usable else ROUNDS
         found, better = group_bound(instance, types, seconds - first, prices, rounds)

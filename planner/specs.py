@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from planner.errors import PlanError
 
@@ -41,12 +42,12 @@ class ModelShape:
         if min(*sizes, self.vocab_size, self.n_params) < 1:
             raise PlanError(f"model {self.name}: every size must be at least 1, got {self}")
 
-    @property
+    @cached_property
     def embedding_params(self) -> int:
         """Count the token embedding and, where it is not tied, the head."""
         return self.vocab_size * self.d_model * (1 if self.tied else 2)
 
-    @property
+    @cached_property
     def linear_params(self) -> int:
         """Count the layers' parameters: what every token multiplies with, and what precision quantises."""
         return max(self.n_params - self.embedding_params, 1)

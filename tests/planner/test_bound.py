@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 from planner import JobSpec, Options, check_plan, decoder_shape, make_plan
-from planner.config_lp import lp_bound, make_types, solve
+from planner.config_lp import ConfigurationLP, make_types
 from planner.exact import exact
 from planner.group_lp import CELLS, TOP, Groups, Master, _knapsack, group_bound
 from planner.groups import makespan
@@ -61,7 +61,7 @@ def test_groups_of_two_never_use_three_devices():
     """Of three H100s two hold the long jobs, the third none of them: as many as if there were but two."""
     three, two = instance(LONG + SHORT, "3xH100", BIG), instance(LONG, "2xH100", BIG)
     assert (three.degrees, two.degrees) == ((1, 2), (2,))
-    bound, least = bounds(three), lp_bound(two, make_types(two), 1.0)
+    bound, least = bounds(three), ConfigurationLP(two, make_types(two)).bound(1.0)
     assert bound.kind == "lp" and bound.seconds >= least * (1 - 1e-3)
     plan = make_plan(LONG + SHORT, BIG, three.devices, options=Options(baselines=False))
     assert bound.seconds <= plan.makespan_s < 1.05 * bound.seconds
@@ -76,14 +76,15 @@ def test_no_optimum_of_groups_that_do_not_use_all_devices_is_below_the_bound(see
         problem = instance(jobs, f"{count}xH100", BIG)
         best = makespan(exact(problem))
         types = make_types(problem)
-        assert lp_bound(problem, types, 0.5 * best) <= best * (1 + 1e-9)
+        assert ConfigurationLP(problem, types).bound(0.5 * best) <= best * (1 + 1e-9)
 
 
 def test_what_groups_cost_adds_up_to_all_devices():
     """At the duals: machine time is worth as much in the groups there can be as on all devices together."""
     problem = instance(LONG + SHORT, "7xH100", BIG)
     types = make_types(problem)
-    answer = solve(problem, types, 1.05 * lp_bound(problem, types, 1.0))
+    lp = ConfigurationLP(problem, types)
+    answer = lp.solve(1.05 * lp.bound(1.0))
     rents = answer.rents
     assert rents[4] / 4 >= rents[2] / 2 >= rents[1] and rents[2] > 2 * rents[1]
     whole = rents[4] + rents[2] + rents[1]  # 4 + 2 + 1 devices

@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from planner.config_lp import lp_bound, make_types, solve
+from planner.config_lp import ConfigurationLP, make_types
 from planner.fill import Filler, dive, make_tables
 from planner.greedy import greedy
 from planner.groups import make_group, makespan, remember
@@ -33,9 +33,12 @@ def jobs_of(solution):
 
 def test_the_lp_covers_every_class_and_falls_with_time(problem):
     types = make_types(problem)
-    low = lp_bound(problem, types, 1.0)
-    values = [solve(problem, types, C) for C in (low, 1.2 * low, 2 * low)]
+    lp = ConfigurationLP(problem, types)
+    low = lp.bound(1.0)
+    values = [lp.solve(C) for C in (low, 1.2 * low, 2 * low)]
     assert [v.machine_s for v in values] == sorted((v.machine_s for v in values), reverse=True)
+    fresh = ConfigurationLP(problem, types).solve(2 * low)
+    assert values[-1].machine_s == pytest.approx(fresh.machine_s, rel=1e-9), "from the last basis or none"
     per_class = np.zeros(len(problem.classes))
     np.add.at(per_class, types.k[values[0].pairs], values[0].jobs)
     assert per_class == pytest.approx([n for _, n in problem.counts], rel=1e-6)
@@ -46,10 +49,11 @@ def test_the_lp_covers_every_class_and_falls_with_time(problem):
 def priced(problem):
     """Types, prices and tables of the problem at a little more than its LP bound."""
     types = make_types(problem)
-    C = 1.1 * lp_bound(problem, types, 1.0)
+    lp = ConfigurationLP(problem, types)
+    C = 1.1 * lp.bound(1.0)
     return (
         C,
-        dict.fromkeys(problem.degrees, solve(problem, types, C).prices),
+        dict.fromkeys(problem.degrees, lp.solve(C).prices),
         make_tables(problem, types, 2 * C),
     )
 
@@ -124,7 +128,7 @@ def test_a_group_of_few_jobs_is_filled_best():
     small = instance([job(i, (8, 64)[i % 2], (2, 4)[i // 3], 1, 1 + i // 4) for i in range(5)], "1xA100-40GB")
     types = make_types(small)
     C = 1.02 * bounds(small).seconds
-    prices = solve(small, types, C).prices
+    prices = ConfigurationLP(small, types).solve(C).prices
     room = C - small.load_seconds(1)
     per_job = [k for k, n in small.counts for _ in range(n)]
 
