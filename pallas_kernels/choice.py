@@ -24,7 +24,7 @@ MAX_RANK = 256
 MAX_ROW_WASTE = 1.07  # rows of whole tiles over tokens: beyond, the folded product of XLA is faster
 # Tiles of the widest output over blocks: below, waiting for the shrink costs more than it saves.
 MIN_WAVES = 2
-MIN_DEPTH = 1024  # of either frozen product, likewise
+MIN_DEPTH = 896  # of either frozen product: the narrowest that was measured (Qwen2.5-0.5B)
 IMPLEMENTATIONS = ("auto", "xla", "hopper")
 # The fused kernel beats these products on Hopper, but in a loop over layers XLA copies each layer's W for it and the
 # step is slower (docs/benchmarks.md). So it serves whoever asks for it, as the step does whose layers are written out.
@@ -99,14 +99,14 @@ def asked() -> str:
 
 
 def choose(
-    dtype, jobs, tokens, d_in, d_outs, ranks, *, shared=False, frozen=True, fp8=False, device=None, mode=None
+    dtype, jobs, tokens, d_in, d_outs, ranks, *, shared=False, frozen=True, fp8=0, device=None, mode=None
 ) -> Choice:
     """Say which implementation serves sites that share an input, and why.
 
     Args:
       dtype: of x. jobs, tokens: J adapters with T tokens each. d_in: D. d_outs: F per site. ranks: the R of the
         adapted sites. shared: whether all jobs read the same tokens. frozen: whether every site has its W.
-      fp8: whether a W is an `Fp8Weight`.
+      fp8: how many W are `Fp8Weight`s.
       device: a `Device`; the default one if None. mode: the implementation asked for; the one in force here if None.
 
     Raises:
@@ -124,8 +124,10 @@ def choose(
         return Choice("xla", "XLA partitions this program over a mesh, which it cannot do to a kernel")
     if jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
         return Choice("xla", f"the kernel multiplies 16-bit numbers, not {jnp.dtype(dtype).name}")
-    if fp8:
-        return Choice("xla", "the frozen weights are fp8: XLA multiplies them, and the adapters beside them")
+    if fp8 not in (0, len(d_outs)):
+        return Choice("xla", "some of the frozen weights are fp8 and others are not")
+    if fp8 and jnp.dtype(dtype) != jnp.dtype(jnp.bfloat16):
+        return Choice("xla", f"beside fp8 weights the kernel takes bfloat16, not {jnp.dtype(dtype).name}")
     if not ranks:
         return Choice("xla", "no site has an adapter")
     if not frozen:
@@ -135,8 +137,8 @@ def choose(
     if max(ranks) > MAX_RANK:
         return Choice("xla", f"rank {max(ranks)} is above {MAX_RANK}")
     for size, what in ((d_in, "input"), *((d_out, "output") for d_out in d_outs)):
-        if size % 64:
-            return Choice("xla", f"{what} features {size} are no multiple of 64")
+        if size % (unit := 128 if fp8 else 64):
+            return Choice("xla", f"{what} features {size} are no multiple of {unit}")
     if tokens % 8:
         return Choice("xla", f"{tokens} tokens a job are no multiple of 8")
     rows = -(-tokens // TILE_M) * TILE_M
@@ -174,7 +176,7 @@ def _source(kind: str) -> str:
 
 
 def config_for(which: str, k: int, n: int, device: Device) -> GemmConfig:
-    """Return the tiles of the "forward" or "backward" product [T, K]·[K, N]: tuned if known, else the default."""
+    """Return the tiles of a product [T, K]·[K, N], "forward", "backward" or "fp8": tuned if known, else the default."""
     config = tuned(device.kind).get((which, k, n), GemmConfig())
     return dataclasses.replace(config, sms=device.cores) if device.cores else config
 
@@ -184,7 +186,8 @@ class _Hopper(NamedTuple):
 
     def forward(self, x, mask, sites):
         def config(site):
-            return config_for("forward", x.shape[-1], site.d_out, self.device)
+            which = "fp8" if isinstance(site.w, Fp8Weight) else "forward"
+            return config_for(which, x.shape[-1], site.d_out, self.device)
 
         from . import hopper  # imports Pallas for GPUs, a second that other processes need not wait
 
@@ -195,7 +198,8 @@ class _Hopper(NamedTuple):
         from . import hopper
 
         depth = sum(site.d_out for site in sites)
-        config = config_for("backward", depth, x.shape[-1], self.device)
+        which = "fp8" if isinstance(sites[0].w, Fp8Weight) else "backward"
+        config = config_for(which, depth, x.shape[-1], self.device)
         return jax.jit(functools.partial(hopper.backward, config=config))(x, mask, sites, us, dys)
 
 
@@ -213,7 +217,7 @@ def implementation(x, sites: tuple[Site, ...], mode: str | None = None):
         [sites[i].a.shape[1] for i in some],
         shared=x.shape[0] != jobs,
         frozen=all(site.w is not None for site in sites),
-        fp8=any(isinstance(site.w, Fp8Weight) for site in sites),
+        fp8=sum(isinstance(site.w, Fp8Weight) for site in sites),
         device=device,
         mode=mode,
     )

@@ -4,14 +4,15 @@ A weight is rounded once, with a scale for each output feature; what it is multi
 scale for each token. The scale makes the largest number of its row the format's largest, so that this one, an outlier
 as often as not, is hardly rounded at all.
 
-XLA makes one cuBLASLt launch of each product, which wants the summed axis last in both operands. Weights are stored
-[out, in], as checkpoints have them: forward reads them as they lie, and only dx has them transposed.
+Products, cuBLASLt's and the fused kernel's, want the summed axis last in both operands. Weights are stored [out, in],
+as checkpoints have them: forward reads them as they lie, and only dx has them transposed.
 
 References:
   OCP 8-bit floating point: https://www.opencompute.org/documents/ocp-8-bit-floating-point-specification-ofp8-revision-1-0-2023-12-01-pdf-1
 """
 
 import dataclasses
+import functools
 from typing import Any, Literal
 
 import jax
@@ -43,16 +44,6 @@ class Fp8Weight:
         values, scale = quantise(x)
         return _multiply(values, self.values, 1, x.dtype) * scale[:, None] * self.scale
 
-    def product_transposed(self, dy):
-        """Compute dy·Wᵀ for dy [T, F]: [T, D], as `product`.
-
-        The scales of W belong to the summed axis: they join dy before it is rounded.
-        """
-        wide = jnp.promote_types(dy.dtype, jnp.float32)
-        dtype = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}[self.backward]
-        values, scale = quantise(dy.astype(wide) * self.scale, dtype)
-        return _multiply(values, self.values, 0, dy.dtype) * scale[:, None]
-
 
 def quantise(x, dtype=jnp.float8_e4m3fn):
     """Round to an 8-bit format with one scale over the last axis: x ≈ values · scale.
@@ -63,9 +54,37 @@ def quantise(x, dtype=jnp.float8_e4m3fn):
     Returns:
       (values [..., D] in `dtype`, scale [...] in float32).
     """
-    x = x.astype(jnp.float32)
-    scale = jnp.maximum(jnp.max(jnp.abs(x), axis=-1) / float(jnp.finfo(dtype).max), SMALLEST)
-    return (x * (1 / scale)[..., None]).astype(dtype), scale
+    (values,), scale = _quantise((x.astype(jnp.float32),), dtype)
+    return values, scale
+
+
+def round_gradients(dys, weights):
+    """Round dy [..., F] for each weight W of the sum Σ dy·Wᵀ to the weights' `backward` format.
+
+    The scales of W belong to the summed axis: they join dy before it is rounded. A token has one scale in all of them,
+    so that products can be summed.
+
+    Returns:
+      (values, one [..., F] for each dy; scale [...] in float32).
+    """
+    scaled = [
+        dy.astype(jnp.promote_types(dy.dtype, jnp.float32)) * w.scale
+        for dy, w in zip(dys, weights, strict=True)
+    ]
+    return _quantise(scaled, {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}[weights[0].backward])
+
+
+def _quantise(xs, dtype):
+    largest = functools.reduce(jnp.maximum, (jnp.max(jnp.abs(x), axis=-1) for x in xs))
+    scale = jnp.maximum(largest.astype(jnp.float32) / float(jnp.finfo(dtype).max), SMALLEST)
+    return [(x * (1 / scale)[..., None]).astype(dtype) for x in xs], scale
+
+
+def sum_transposed(dys, weights):
+    """Compute Σ dy·Wᵀ for one dy [T, F] a weight: [T, D], as `Fp8Weight.product`."""
+    values, scale = round_gradients(dys, weights)
+    parts = [_multiply(dy, w.values, 0, dys[0].dtype) for dy, w in zip(values, weights, strict=True)]
+    return sum(parts[1:], parts[0]) * scale[:, None]
 
 
 def _multiply(x, w, axis, dtype):

@@ -3,12 +3,19 @@
 Same contract as `reference`. The fused kernel does x·W and dy·Wᵀ with everything that must touch their operands; the
 sums over tokens for dA and dB, and shrinks too wide for a leader tile, stay with XLA, whose products run at the
 memory bandwidth there (docs/benchmarks.md).
+
+On an fp8 base the kernel multiplies 8-bit numbers and adds what the adapters expand to in 16 bits, from shrinks of
+XLA's: they read tokens before these are rounded, which the kernel does not see. The scales, which multiply everything
+at the end, are divided out of what is added.
 """
+
+import functools
 
 import jax.numpy as jnp
 
 from . import reference
-from .hopper_gemm import DEFAULT, MAX_SHRINK, Extra, Shrink, lora_gemm, shrink_width
+from .fp8 import Fp8Weight, quantise, round_gradients
+from .hopper_gemm import DEFAULT, MAX_SHRINK, Extra, Scales, Shrink, lora_gemm, shrink_width
 from .reference import Site, accumulator, adapted, job_product, masked
 
 BLOCK = 64  # ranks a step of the kernel takes
@@ -34,23 +41,27 @@ def stack(sites, dtype):
 
 
 def expansion(b, at, rows, dtype):
-    """Return Bᵀ placed at row `at` of the blocks of a stack of `rows` that it touches, and their first row."""
+    """Return B placed at column `at` of the blocks of a stack of `rows` that it touches, and their first column."""
     rank = b.shape[2]
     first = at // BLOCK * BLOCK
     size = min(-(-(at + rank) // BLOCK) * BLOCK, rows) - first
-    return _pad(b.astype(dtype).swapaxes(1, 2), 1, at - first, size - (at - first) - rank), first
+    return _pad(b.astype(dtype), 2, at - first, size - (at - first) - rank), first
 
 
 def forward(x, mask, sites: tuple[Site, ...], *, config=lambda site: DEFAULT, interpret=None):
     """Compute the outputs and scaled shrinks of all sites; as `reference.forward`. config: the tiles for a site."""
-    dtype = x.dtype
+    dtype, fp8 = x.dtype, _is_fp8(sites)
     a, scale = stack(sites, dtype)
     rows = a.shape[1]
     leader, u = None, None
-    if mask is None and rows <= MAX_SHRINK:
+    if mask is None and rows <= MAX_SHRINK and not fp8:
         leader = max(adapted(sites), key=lambda i: sites[i].d_out)
     else:
-        u = (job_product(masked(x, mask), a, "tk,nk", jnp.float32) * scale[:, None, :]).astype(dtype)
+        wide = job_product(masked(x, mask), a, "tk,nk", jnp.float32) * scale[:, None, :]
+        u = wide.astype(dtype)
+    if fp8:
+        values, token_scale = quantise(x)
+        added = (wide / token_scale[:, :, None]).astype(dtype)
     starts, at = {}, 0
     for i in adapted(sites):
         starts[i], at = at, at + sites[i].a.shape[1]
@@ -61,13 +72,19 @@ def forward(x, mask, sites: tuple[Site, ...], *, config=lambda site: DEFAULT, in
         if site.a is None:
             ys[i] = reference.forward(x, None, (site,))[0][0]
             continue
+        bias = None if site.bias is None else site.bias.astype(dtype)
+        launch = functools.partial(lora_gemm, bias=bias, config=config(site), interpret=interpret)
+        if fp8:
+            e, first = expansion(site.b / site.w.scale[:, None], starts[i], rows, dtype)
+            scales = Scales(token_scale, site.w.scale, dtype)
+            ys[i], _ = launch(
+                ((values, site.w.values),), (), (Extra(added, first, e),), scales=scales, transposed=True
+            )
+            continue
         e, first = expansion(site.b, starts[i], rows, dtype)
         shrinks = (Shrink(0, a, scale),) if i == leader else ()
-        extras = (Extra(0 if i == leader else u, first, e),)
-        bias = None if site.bias is None else site.bias.astype(dtype)
-        ys[i], made = lora_gemm(
-            ((x, site.w.astype(dtype)),), shrinks, extras, bias=bias, config=config(site), interpret=interpret
-        )
+        extras = (Extra(0 if i == leader else u, first, e.swapaxes(1, 2)),)
+        ys[i], made = launch(((x, site.w.astype(dtype)),), shrinks, extras)
         u = made[0] if made else u
     us = reference.split_ranks(u, sites, axis=2)
     return tuple(ys[i] for i in range(len(sites))), us
@@ -87,31 +104,37 @@ def backward(x, mask, sites: tuple[Site, ...], us, dys, *, config=DEFAULT, inter
 
 def _dx(mask, sites, dys, config, interpret):
     """Return dx and, by site, du = scale·(dy·B), all from one launch where the ranks fit in it."""
-    dtype = dys[0].dtype
-    products = tuple((dy, site.w.astype(dtype)) for dy, site in zip(dys, sites, strict=True))
+    dtype, fp8 = dys[0].dtype, _is_fp8(sites)
     ranks = {i: sites[i].a.shape[1] for i in adapted(sites)}
     more = {i: rank_rows(rank) - rank for i, rank in ranks.items()}
     bts = {i: _pad(sites[i].b.astype(dtype).swapaxes(1, 2), 1, 0, more[i]) for i in ranks}
-    scales = {
-        i: jnp.broadcast_to(sites[i].scale.astype(jnp.float32)[:, None], bts[i].shape[:2]) for i in ranks
-    }
-    shrinks: tuple[Shrink, ...] = ()
-    extras: tuple[Extra, ...] = ()
-    sources: dict = {}
-    if max((shrink_width(bt.shape[1]) for bt in bts.values()), default=0) <= MAX_SHRINK:
-        shrinks = tuple(Shrink(i, bts[i], scales[i]) for i in ranks)
-        sources = dict(zip(ranks, range(len(ranks)), strict=True))
+    dus, added, shrinks, scales = {}, {}, (), None
+    if fp8:
+        values, token_scale = round_gradients(dys, [site.w for site in sites])
+        products = [(own, site.w.values.T) for own, site in zip(values, sites, strict=True)]
+        scales = Scales(token_scale, None, dtype)
     else:
-        for i in ranks:
-            du = job_product(dys[i], bts[i], "tk,nk", jnp.float32)
-            sources[i] = (du * scales[i][:, None, :]).astype(dtype)
+        products = [(dy, site.w.astype(dtype)) for dy, site in zip(dys, sites, strict=True)]
+    if not fp8 and max((shrink_width(bt.shape[1]) for bt in bts.values()), default=0) <= MAX_SHRINK:
+        shrinks = [
+            Shrink(i, bt, jnp.broadcast_to(sites[i].scale.astype(jnp.float32)[:, None], bt.shape[:2]))
+            for i, bt in bts.items()
+        ]
+        added = dict(zip(ranks, range(len(ranks)), strict=True))
+    else:
+        for i, bt in bts.items():
+            du = job_product(dys[i], bt, "tk,nk", jnp.float32) * sites[i].scale[:, None, None]
+            dus[i] = du.astype(dtype)
+            added[i] = (du / token_scale[:, :, None]).astype(dtype) if fp8 else dus[i]
+    extras = []
     if mask is None:
         ats = {i: _pad(sites[i].a.astype(dtype).swapaxes(1, 2), 2, 0, more[i]) for i in ranks}
-        extras = tuple(Extra(sources[i], 0, ats[i]) for i in ranks)
-    dx, made = lora_gemm(products, shrinks, extras, transposed=True, config=config, interpret=interpret)
-    if shrinks:
-        sources = dict(zip(ranks, made, strict=True))
-    dus = {i: sources[i][:, :, :rank] for i, rank in ranks.items()}
+        extras = [Extra(added[i], 0, ats[i]) for i in ranks]
+    dx, made = lora_gemm(
+        products, shrinks, extras, scales=scales, transposed=True, config=config, interpret=interpret
+    )
+    dus |= dict(zip(ranks, made, strict=False))
+    dus = {i: dus[i][:, :, :rank] for i, rank in ranks.items()}
     if mask is not None:  # the mask falls on the adapters' part alone
         acc = accumulator(dtype)
         parts = [
@@ -119,3 +142,7 @@ def _dx(mask, sites, dys, config, interpret):
         ]
         dx = (dx.astype(acc) + sum(parts) * mask.astype(acc)).astype(dtype)
     return dx, dus
+
+
+def _is_fp8(sites) -> bool:
+    return any(isinstance(site.w, Fp8Weight) for site in sites)

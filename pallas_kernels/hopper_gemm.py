@@ -5,9 +5,10 @@
     out[j] = Σ x[j]·Wᵀ + Σ u[j]·E[j]ᵀ                    backward: x = dy, A ← Bᵀ, E = Aᵀ
 
 One warpgroup feeds a ring of shared-memory slots with TMA copies and runs ahead into the next tile; two warpgroups
-multiply (wgmma), 64 rows each. A step of the ring is 64 columns of x with W, or 64 columns of u with E. What lies
-beyond the rank (or T, N) is filled with zeros by the copy engine and cut off by its stores, so ranks and token
-counts need no padding in memory. Every output tile lies inside one job.
+multiply (wgmma), 64 rows each. A step of the ring is 64 columns of x with W, or 64 columns of u with E; of an fp8 base
+it is 128 columns of x and W, whose scales multiply the accumulator at the end. What lies beyond the rank (or T, N) is
+filled with zeros by the copy engine and cut off by its stores, so ranks and token counts need no padding in memory.
+Every output tile lies inside one job.
 
 The shrink rides along: the first tile of every row ("leader") multiplies the slots of x it has anyway with A too,
 into a second accumulator, writes u and raises a flag. Leaders come first; the others need u in their last steps.
@@ -24,8 +25,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from .tiles import TILE_K, TILE_M, GemmConfig
+from .tiles import TILE_M, GemmConfig
 
+STEP_BYTES = 128  # of the summed axis in a step of the ring: 64 numbers of 16 bits, 128 of 8
 PIECE = 64  # results leave in [64, 64] pieces
 WGS = 2  # warpgroups that multiply
 ROWS = TILE_M // WGS
@@ -52,6 +54,14 @@ class Extra(NamedTuple):
     e: jax.Array  # [J, R, N], transposed: [J, N, R]
 
 
+class Scales(NamedTuple):
+    """Multiply the sums of products of 8-bit numbers, and what is added to them but the bias, at the end."""
+
+    rows: jax.Array  # [J, T] float32
+    columns: jax.Array | None  # [N] float32
+    dtype: Any  # of the result and of `Extra`s
+
+
 def shrink_width(rank: int) -> int:
     """Return the columns a shrink of some ranks accumulates: a multiple of 16, which a swizzled store needs."""
     return -(-rank // 16) * 16
@@ -63,9 +73,9 @@ def fit_shared(config: GemmConfig, widths: list[int]) -> tuple[GemmConfig, int]:
     ranks = max(widths, default=0)
 
     def size(stages, a_stages, out_slots):
-        ring = stages * (TILE_M + config.tile_n) * TILE_K
+        ring = stages * (TILE_M + config.tile_n) + a_stages * ranks
         narrow = TILE_M * ranks if ranks < PIECE else 0
-        return 2 * (ring + a_stages * ranks * TILE_K + out_slots * TILE_M * PIECE + narrow)
+        return STEP_BYTES * ring + 2 * (out_slots * TILE_M * PIECE + narrow)
 
     for stages in range(config.stages, 1, -1):
         for a_stages in (4, 3, 2) if ranks else (0,):
@@ -76,25 +86,49 @@ def fit_shared(config: GemmConfig, widths: list[int]) -> tuple[GemmConfig, int]:
 
 
 def _swizzled(shape, dtype):
-    swizzle = min(128, plgpu.find_swizzle(shape[-1] * 16))
-    tiling = plgpu.TilingTransform((8, swizzle // 2))
+    size = jnp.dtype(dtype).itemsize
+    swizzle = min(128, plgpu.find_swizzle(shape[-1] * size * 8))
+    tiling = plgpu.TilingTransform((8, swizzle // size))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
 
+def _ring(shape, dtypes, interpret):
+    """Return slots [*shape, K] of STEP_BYTES; of two dtypes two views of them, for a step holds numbers of one."""
+    views = [_swizzled((*shape, STEP_BYTES // jnp.dtype(dtype).itemsize), dtype) for dtype in dtypes]
+    if len(views) == 1:
+        return views[0]
+    # race detection takes all slots of a union for one: interpreted, the views are slots of their own
+    return plgpu.RefUnion(*views) if interpret is None else tuple(views)
+
+
 def lora_gemm(
-    products, shrinks=(), extras=(), *, bias=None, transposed=False, config=DEFAULT, interpret=None
+    products,
+    shrinks=(),
+    extras=(),
+    *,
+    bias=None,
+    scales=None,
+    transposed=False,
+    config=DEFAULT,
+    interpret=None,
 ):
     """Compute Σ x·W + Σ u·E + bias per job (transposed: Σ x·Wᵀ + Σ u·Eᵀ) in one accumulator.
 
     Args:
       products: pairs x [J, T, K] and w [K, N] (transposed: [N, K]); K may differ between pairs.
       shrinks: `Shrink`s of at most 128 ranks each, one a product at most. extras: `Extra`s. bias: [N] or None.
-      All of one 16-bit dtype; T a multiple of 8; K, N multiples of 64; ranks multiples of 8, and of 64 above 64.
+      scales: `Scales` where x and w are 8-bit numbers, which takes `transposed`, no shrinks, and K of multiples of 128.
+      All else of one 16-bit dtype; T a multiple of 8; K, N multiples of 64; ranks multiples of 8, and of 64 above 64.
 
     Returns:
-      (out, us): [J, T, N] in x's dtype, rounded once from float32, and one [J, T, R] per shrink.
+      (out, us): [J, T, N] in that dtype, rounded once from float32, and one [J, T, R] per shrink.
     """
-    (jobs, tokens, _), dtype = products[0][0].shape, products[0][0].dtype
+    (jobs, tokens, _), left = products[0][0].shape, products[0][0].dtype
+    dtype, depth = scales.dtype if scales else left, STEP_BYTES // left.itemsize  # of a step of the products
+    if scales and (shrinks or not transposed):
+        raise ValueError(
+            "products of 8-bit numbers are transposed and have no shrinks: wgmma reads both along K"
+        )
     n = products[0][1].shape[0 if transposed else 1]
     widths = [shrink_width(shrink.a.shape[1]) for shrink in shrinks]
     width = max(widths, default=0)  # of the one accumulator that serves a leader's shrinks in turn
@@ -105,8 +139,8 @@ def lora_gemm(
     m_groups, n_tiles = pl.cdiv(jobs * job_tiles, c.cluster), pl.cdiv(n, c.tile_n)
     clusters = c.sms // c.cluster
     leaders = m_groups if shrinks else 0
-    k_steps = [pl.cdiv(x.shape[-1], TILE_K) for x, _ in products]
-    e_steps = [pl.cdiv(extra.e.shape[2 if transposed else 1], TILE_K) for extra in extras]
+    k_steps = [pl.cdiv(x.shape[-1], depth) for x, _ in products]
+    e_steps = [pl.cdiv(extra.e.shape[2 if transposed else 1], PIECE) for extra in extras]
     steps = sum(k_steps) + sum(e_steps)
     shrink_of = {shrink.product: s for s, shrink in enumerate(shrinks)}
     *starts, _ = itertools.accumulate(k_steps, initial=0)
@@ -118,25 +152,35 @@ def lora_gemm(
     if shrinks and not flags and clusters != 1:
         raise ValueError("interpretation knows no flags between blocks: shrinks need sms == cluster")
     # these are read by plain loads, which nothing guards beyond the end
-    scales = [jnp.pad(s.scale, ((0, 0), (0, width - s.scale.shape[1]))) for s in shrinks]
-    bias = None if bias is None else jnp.pad(bias, (0, n_tiles * c.tile_n - n))
+    u_scales = [jnp.pad(s.scale, ((0, 0), (0, width - s.scale.shape[1]))) for s in shrinks]
+    beyond = (0, n_tiles * c.tile_n - n)
+    bias = None if bias is None else jnp.pad(bias, beyond)
+    if scales is not None:
+        rows = jnp.pad(scales.rows, ((0, 0), (0, job_tiles * TILE_M - tokens)))
+        columns = None if scales.columns is None else jnp.pad(scales.columns, beyond)
     operands = (
         [x for x, _ in products],
         [w for _, w in products],
         [s.a for s in shrinks],
-        jnp.stack(scales) if shrinks else None,
+        jnp.stack(u_scales) if shrinks else None,
         [None if isinstance(extra.u, int) else extra.u for extra in extras],
         [extra.e for extra in extras],
         bias,
+        (rows, columns) if scales else None,
     )
     flat, tree = jax.tree.flatten(operands)
 
     def body(*refs):
-        x_refs, w_refs, a_refs, scale_ref, u_refs, e_refs, bias_ref = tree.unflatten(refs[: len(flat)])
+        x_refs, w_refs, a_refs, u_scale_ref, u_refs, e_refs, bias_ref, scale_refs = tree.unflatten(
+            refs[: len(flat)]
+        )
         out_ref, *su_refs = refs[len(flat) :]
         u_refs = [su_refs[extra.u] if u is None else u for extra, u in zip(extras, u_refs, strict=True)]
 
         def scope(x_smem, w_smem, out_smem, full, free, a_smem, u_smem, a_full, a_free, u_done):
+            # the slots as steps of products see them, and as steps of extras do
+            x_base, x_extra = x_smem if scales else (x_smem, x_smem)
+            w_base, w_extra = w_smem if scales else (w_smem, w_smem)
             wg, rank, me = lax.axis_index("wg"), lax.axis_index("cluster"), lax.axis_index("sm")
             if flags:
                 ready = pl.get_global(plgpu.SemaphoreType.REGULAR((m_groups * c.cluster,)))
@@ -167,12 +211,12 @@ def lora_gemm(
             def _feed():
                 plgpu.set_max_registers(40, action="decrease")
 
-                def fill(step, left, right, multicast=False):
+                def fill(step, left, right, x_slots, w_slots, multicast=False):
                     slot = mod(step, c.stages)
                     pl.when(step >= c.stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-                    plgpu.copy_gmem_to_smem(left, x_smem.at[slot], full.at[slot])
+                    plgpu.copy_gmem_to_smem(left, x_slots.at[slot], full.at[slot])
                     axes = {"collective_axes": "cluster"} if multicast and c.cluster > 1 else {}
-                    plgpu.copy_gmem_to_smem(right, w_smem.at[slot], full.at[slot], **axes)
+                    plgpu.copy_gmem_to_smem(right, w_slots.at[slot], full.at[slot], **axes)
 
                 def fill_a(step, s, job, depths):
                     slot = mod(step, a_stages)
@@ -186,10 +230,10 @@ def lora_gemm(
 
                         @pl.loop(0, count)
                         def _base(k, p=p, x_ref=x_ref, w_ref=w_ref):
-                            depths = pl.ds(k * TILE_K, TILE_K)
+                            depths = pl.ds(k * depth, depth)
                             right = w_ref.at[columns, depths] if transposed else w_ref.at[depths, columns]
                             step, a_step = i * steps + starts[p] + k, i * a_steps + a_starts[p] + k
-                            fill(step, x_ref.at[job, rows, depths], right, multicast=True)
+                            fill(step, x_ref.at[job, rows, depths], right, x_base, w_base, multicast=True)
                             if p in shrink_of:
                                 pl.when(leads)(lambda: fill_a(a_step, shrink_of[p], job, depths))
 
@@ -202,15 +246,12 @@ def lora_gemm(
 
                         @pl.loop(0, count)
                         def _extra(i, extra=extra, u_ref=u_ref, e_ref=e_ref, first=first):
-                            ranks = pl.ds(i * TILE_K, TILE_K)
+                            ranks = pl.ds(i * PIECE, PIECE)
                             right = (
                                 e_ref.at[job, columns, ranks] if transposed else e_ref.at[job, ranks, columns]
                             )
-                            fill(
-                                first + i,
-                                u_ref.at[job, rows, pl.ds(extra.offset + i * TILE_K, TILE_K)],
-                                right,
-                            )
+                            u = u_ref.at[job, rows, pl.ds(extra.offset + i * PIECE, PIECE)]
+                            fill(first + i, u, right, x_extra, w_extra)
 
                         first += count
 
@@ -232,14 +273,14 @@ def lora_gemm(
                 plgpu.set_max_registers(232, action="increase")
                 my_rows = pl.ds(wg * ROWS, ROWS)
 
-                def multiply(acc, first, count, second=None):
+                def multiply(acc, first, count, second=None, x_slots=x_base, w_slots=w_base):
                     """Accumulate steps of the ring; `second` = (accumulator, first step) takes those of A."""
 
                     @pl.loop(0, count)
                     def _step(k):
                         slot = mod(first + k, c.stages)
                         plgpu.barrier_wait(full.at[slot])
-                        left, right = x_smem.at[slot, my_rows], w_smem.at[slot]
+                        left, right = x_slots.at[slot, my_rows], w_slots.at[slot]
                         if second is not None:  # first, so that the long product hides its latency
                             a_acc, first_a = second
                             a_slot = mod(first_a + k, a_stages)
@@ -285,7 +326,7 @@ def lora_gemm(
 
                         u = pl.run_scoped(run, plgpu.ACC((ROWS, width), jnp.float32))
                         # the last cluster may hold a row tile beyond the last job
-                        u *= vector(scale_ref.at[s, jnp.minimum(job, jobs - 1)])
+                        u *= vector(u_scale_ref.at[s, jnp.minimum(job, jobs - 1)])
                         # a traced 0: static slices may not reach beyond the narrower ones' ranks
                         store(u, su_refs, s, job, row, me * 0, u_smem or out_smem)
 
@@ -307,10 +348,22 @@ def lora_gemm(
                         if shrinks:
                             pl.when(leads)(lambda: lead(acc, i, index, job, row))
                             done = jnp.where(leads, jnp.int32(sum(k_steps)), 0)
-                        multiply(acc, i * steps + done, steps - done)
+                        if scales:
+                            multiply(acc, i * steps, sum(k_steps))
+                            multiply(acc, i * steps + sum(k_steps), sum(e_steps), None, x_extra, w_extra)
+                        else:
+                            multiply(acc, i * steps + done, steps - done)
                         return acc[...]
 
                     total = pl.run_scoped(run, plgpu.ACC((ROWS, c.tile_n), jnp.float32))
+                    if scales:
+                        of_rows, of_columns = scale_refs
+                        # the last cluster may hold a row tile beyond the last job
+                        at = of_rows.at[jnp.minimum(job, jobs - 1), pl.ds(row + wg * ROWS, ROWS)]
+                        own = plgpu.load(at, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+                        total *= lax.broadcast_in_dim(own, total.shape, [0])
+                        if of_columns is not None:
+                            total *= vector(of_columns.at[pl.ds(column, c.tile_n)])
                     if bias_ref is not None:
                         total += vector(bias_ref.at[pl.ds(column, c.tile_n)])
                     store(total, [out_ref], 0, job, row, column)
@@ -318,18 +371,20 @@ def lora_gemm(
                 walk(on_tile)
                 plgpu.wait_smem_to_gmem(0)
 
-        w_tile = (c.tile_n, TILE_K) if transposed else (TILE_K, c.tile_n)
+        w_tile = (c.tile_n, depth) if transposed else (depth, c.tile_n)
         arrivals = {"num_arrivals": WGS, "num_barriers": c.stages}
         pl.run_scoped(
             scope,
-            x_smem=_swizzled((c.stages, TILE_M, TILE_K), dtype),
-            w_smem=_swizzled((c.stages, *w_tile), dtype),
+            x_smem=_ring((c.stages, TILE_M), (left, dtype) if scales else (dtype,), interpret),
+            w_smem=_ring((c.stages, c.tile_n), (products[0][1].dtype, dtype), interpret)
+            if scales
+            else _swizzled((c.stages, *w_tile), dtype),
             out_smem=_swizzled((WGS, c.out_slots, ROWS, PIECE), dtype),
             full=plgpu.Barrier(num_arrivals=2, num_barriers=c.stages),
             free=plgpu.ClusterBarrier(collective_axes=("cluster",), **arrivals)
             if c.cluster > 1
             else plgpu.Barrier(**arrivals),
-            a_smem=_swizzled((a_stages, width, TILE_K), dtype) if shrinks else None,
+            a_smem=_swizzled((a_stages, width, PIECE), dtype) if shrinks else None,
             u_smem=_swizzled((WGS, 1, ROWS, width), dtype) if 0 < width < PIECE else None,
             a_full=plgpu.Barrier(num_barriers=a_stages) if shrinks else None,
             a_free=plgpu.Barrier(num_arrivals=WGS, num_barriers=a_stages) if shrinks else None,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .fp8 import Fp8Weight
+from .fp8 import Fp8Weight, sum_transposed
 
 
 class Site(NamedTuple):
@@ -91,10 +91,13 @@ def _frozen(x, w):
     return w.product(x) if isinstance(w, Fp8Weight) else x @ w.astype(x.dtype)
 
 
-def _frozen_transposed(dy, w):
-    if isinstance(w, Fp8Weight):
-        return w.product_transposed(dy)
-    return jnp.einsum("tf,df->td", dy, w.astype(dy.dtype))
+def _frozen_transposed(dys, ws):
+    """Return Σ dy·Wᵀ term by term; of fp8 weights in one."""
+    pairs = [(dy.reshape(-1, dy.shape[-1]), w) for dy, w in zip(dys, ws, strict=True) if w is not None]
+    eight = [pair for pair in pairs if isinstance(pair[1], Fp8Weight)]
+    terms = [sum_transposed(*zip(*eight, strict=True))] if eight else []
+    wide = (pair for pair in pairs if not isinstance(pair[1], Fp8Weight))
+    return terms + [jnp.einsum("tf,df->td", dy, w.astype(dy.dtype)) for dy, w in wide]
 
 
 def forward(x, mask, sites: tuple[Site, ...]):
@@ -139,11 +142,8 @@ def backward(x, mask, sites: tuple[Site, ...], us, dys):
       dB [J, F, R] per site in the adapter's dtype, None where a site has no adapter.
     """
     dtype, acc = x.dtype, accumulator(x.dtype)
-    terms = []
-    for site, dy in zip(sites, dys, strict=True):
-        if site.w is not None:
-            base = _frozen_transposed(dy.reshape(-1, dy.shape[-1]), site.w)
-            terms.append(base.reshape(*dy.shape[:2], x.shape[-1]).astype(acc))
+    frozen = _frozen_transposed(dys, [site.w for site in sites])
+    terms = [term.reshape(*dys[0].shape[:2], x.shape[-1]).astype(acc) for term in frozen]
     das: tuple[jax.Array | None, ...] = (None,) * len(sites)
     dbs = list(das)
     if adapted(sites):

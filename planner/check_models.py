@@ -110,8 +110,9 @@ def pack_bytes(
         lean = 4 * shape.d_model + 3 * shape.d_ff + 2 * query + key_value
         rows = m * S
         filled = rows % 8 == 0 and math.ceil(rows / 128) * 128 <= 1.07 * rows and max(slots) <= 256
-        deep = shape.d_model >= 1024 and shape.d_model % 64 == 0 and shape.d_ff % 64 == 0
-        if devices.spec.fused and degree == 1 and precision == "bf16" and filled and deep:
+        unit = {"bf16": 64, "fp8": 128}.get(precision, math.inf)
+        deep = shape.d_model >= 896 and shape.d_model % unit == 0 and shape.d_ff % unit == 0
+        if devices.spec.fused and degree == 1 and filled and deep:
             some, many = 256 * devices.spec.fused / math.ceil(shape.d_ff / 256), lean
         else:
             some, many = FEW / shape.d_ff, lean + shape.d_ff

@@ -17,7 +17,7 @@ from planner.specs import OPTIMIZER_STATES, PRECISION_BYTES, ModelShape
 
 HEAD_CHUNK = 1024  # positions whose logits exist at one time
 TILE = (128, 256)  # tokens and output features of the fused kernel's tiles
-MIN_WAVES, MIN_DEPTH, MAX_ROW_WASTE = 2, 1024, 1.07  # what pallas_kernels.choice asks of a product
+MIN_WAVES, MIN_DEPTH, MAX_ROW_WASTE = 2, 896, 1.07  # what pallas_kernels.choice asks of a product
 PINNED = 64e9  # bytes of the host's memory that JAX pins for one process, unless it is told otherwise
 FEW = 38e6  # tokens · d_ff: below, XLA keeps frozen product and adapter's share of gate and up instead of their sums
 
@@ -102,16 +102,16 @@ def _written_out(shape: ModelShape, step: StepShape, precision: str, device: Dev
 
 def may_fuse(shape: ModelShape, step: StepShape, precision: str, device: DeviceSpec) -> bool:
     """Say whether the fused kernel serves gate and up of this step, given slots enough; as `pallas_kernels.choose`."""
-    rows = step.m * step.S
+    rows, unit = step.m * step.S, 128 if precision == "fp8" else 64
     return (
         device.fused > 0
         and step.degree == 1
-        and precision == "bf16"
+        and precision in ("bf16", "fp8")
         and step.rank_bucket <= 256
         and rows % 8 == 0
         and -(-rows // TILE[0]) * TILE[0] <= MAX_ROW_WASTE * rows
         and shape.d_model >= MIN_DEPTH
-        and shape.d_model % 64 == shape.d_ff % 64 == 0
+        and shape.d_model % unit == shape.d_ff % unit == 0
     )
 
 

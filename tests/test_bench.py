@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from pallas_kernels import using
+from pallas_kernels import Device, using
 from planner import CostModel, StepShape, cpu_device, step_memory
 from planner.devices import DEVICES
 from plora_jax.bench import kernels, profile
@@ -183,7 +183,7 @@ def test_a_profile_becomes_a_cost_model_that_plans(tmp_path, capsys, monkeypatch
         main(["profile", "--model", str(model), "--json", str(tmp_path / "no" / "cost.json")])
 
 
-def test_the_products_of_a_layer_are_timed_and_told_apart(tmp_path, capsys):
+def test_the_products_of_a_layer_are_timed_and_told_apart(tmp_path, capsys, monkeypatch):
     model = tiny.write_model(tmp_path / "model", num_hidden_layers=1)
     out = tmp_path / "kernels.json"
     sizes = ["--jobs", "2", "--length", "8", "--rank", "4", "--json", str(out)]
@@ -198,6 +198,9 @@ def test_the_products_of_a_layer_are_timed_and_told_apart(tmp_path, capsys):
             row["implementation"] == "xla" and "no kernel for cpu" in row["reason"] and row["reason"] in told
         )
         assert row["frozen_ms"] > 0 and row["xla_ms"] > 0 and "kernel_ms" not in row
+    assert main(["bench", "kernels", "--model", str(model), *sizes, "--base", "fp8"]) == 0
+    assert "bfloat16 beside fp8 weights" in capsys.readouterr().out and json.loads(out.read_text())["fp8"]
+    monkeypatch.setattr(kernels, "default_device", lambda: Device("NVIDIA A100", "8.0", 108))
     for option, words in ((["--base", "fp8"], "use bf16"), (["--compare", "peft"], "plora bench step")):
         assert main(["bench", "kernels", "--model", str(model), *option]) == 2
         assert words in capsys.readouterr().err
@@ -205,7 +208,7 @@ def test_the_products_of_a_layer_are_timed_and_told_apart(tmp_path, capsys):
 
 def test_what_is_timed_is_the_layer_with_its_gradients(tmp_path):
     config = load_base(str(tiny.write_model(tmp_path / "model")), random_weights=True).config
-    x, ws, factors = kernels._random(config.sites_of("mlp_in"), 2, 3, 4, np.float32)
+    x, ws, factors = kernels._random(config.sites_of("mlp_in"), 2, 3, 4, np.float32, False)
     ys, (dx, dfactors) = jax.jit(kernels._adapted)(x, ws, factors)
     wide = [np.asarray(t, np.float64) for t in (x, *ws, *jax.tree.leaves(factors))]
     x, (w, v), (a, b, c, d) = wide[0], wide[1:3], wide[3:]

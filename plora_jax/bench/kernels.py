@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_kernels import choose, lora_dense_group, using
+from pallas_kernels import Fp8Weight, choose, default_device, lora_dense_group, quantise, using
+from pallas_kernels.fp8 import why_not
 from plora_jax.errors import UserError
 from plora_jax.models.config import SOURCES, Site
 from plora_jax.models.find import load_config
@@ -21,13 +22,21 @@ BUSY_S = 0.05  # calls of about so long are under way at once, so that a GPU doe
 
 
 def measure_kernels(
-    model: str, jobs: int, m: int, length: int, rank: int, dtype: Any, kernels: str = "auto"
+    model: str,
+    jobs: int,
+    m: int,
+    length: int,
+    rank: int,
+    dtype: Any,
+    kernels: str = "auto",
+    fp8: bool = False,
 ) -> list[dict[str, Any]]:
     """Time the products of one layer, forward and backward, those that read the same input together.
 
     Args:
       model: whose shapes they have. jobs, m, length, rank: J adapters of that rank with m · length tokens each.
       dtype: of tokens and frozen weights. kernels: the implementation to ask for, as `pallas_kernels.using` takes it.
+      fp8: whether frozen weights are `Fp8Weight`s instead.
 
     Returns:
       For each input: {"sites", "shapes" [[D, F], …], "implementation", "reason", "frozen_ms", "xla_ms"} and, where
@@ -39,8 +48,9 @@ def measure_kernels(
     for source in SOURCES:
         sites = config.sites_of(source)
         d_in, d_outs = sites[0].d_in, [site.d_out for site in sites]
-        choice = choose(dtype, jobs, m * length, d_in, d_outs, [rank] * len(sites), mode=kernels)
-        inputs = _random(sites, jobs, m * length, rank, dtype)
+        ranks, eight = [rank] * len(sites), len(sites) * fp8
+        choice = choose(dtype, jobs, m * length, d_in, d_outs, ranks, fp8=eight, mode=kernels)
+        inputs = _random(sites, jobs, m * length, rank, dtype, fp8)
         row = {
             "sites": [site.name for site in sites],
             "shapes": [[d_in, d_out] for d_out in d_outs],
@@ -56,19 +66,23 @@ def measure_kernels(
     return rows
 
 
-def _random(sites: Sequence[Site], jobs: int, tokens: int, rank: int, dtype: Any) -> tuple[Any, ...]:
+def _random(
+    sites: Sequence[Site], jobs: int, tokens: int, rank: int, dtype: Any, fp8: bool
+) -> tuple[Any, ...]:
     keys = iter(jax.random.split(jax.random.key(0), 1 + 3 * len(sites)))
 
     def draw(*shape: int, kind: Any = jnp.float32, scale: float = 0.02) -> Array:
         return (scale * jax.random.normal(next(keys), shape)).astype(kind)
 
     x = draw(jobs, tokens, sites[0].d_in, kind=dtype, scale=1.0)
-    ws = [draw(site.d_in, site.d_out, kind=dtype) for site in sites]
+    ws: list[Any] = [draw(site.d_in, site.d_out, kind=dtype) for site in sites]
+    if fp8:
+        ws = [Fp8Weight(*quantise(w.T)) for w in ws]
     factors = [(draw(jobs, rank, site.d_in), draw(jobs, site.d_out, rank)) for site in sites]
     return x, ws, factors
 
 
-def _adapted(x: Array, ws: list[Array], factors: list[tuple[Array, Array]]) -> Any:
+def _adapted(x: Array, ws: list[Any], factors: list[tuple[Array, Array]]) -> Any:
     """Return all outputs of all jobs, and the gradients of x and of the adapters."""
 
     def one(x: Array, factors: list[tuple[Array, Array]]) -> Any:
@@ -78,10 +92,10 @@ def _adapted(x: Array, ws: list[Array], factors: list[tuple[Array, Array]]) -> A
     return ys, back(ys)
 
 
-def _frozen(x: Array, ws: list[Array], factors: Any) -> Any:
+def _frozen(x: Array, ws: list[Any], factors: Any) -> Any:
     """Return the frozen products of all tokens, and the gradient of x."""
     flat = x.reshape(-1, x.shape[-1])
-    ys, back = jax.vjp(lambda x: [x @ w for w in ws], flat)
+    ys, back = jax.vjp(lambda x: lora_dense_group(x, ws, [None] * len(ws)), flat)
     return ys, back(ys)
 
 
@@ -114,21 +128,17 @@ def bench_kernels_command(
     """Measure the products of a layer of `model`, print a line for each input and write them as JSON; return 0.
 
     Raises:
-      UserError: the model is not known, or its base is to be fp8, whose products are XLA's alone.
+      UserError: the model is not known, or its base is to be fp8 and this GPU has no such products.
     """
-    if precision == "fp8":
-        raise UserError(
-            "--base fp8: its products are XLA's, there is no kernel to compare them with; use bf16"
-        )
-    on_cpu = jax.default_backend() == "cpu"
-    dtype = {"bf16": jnp.bfloat16, "fp32": jnp.float32}.get(
-        precision, jnp.float32 if on_cpu else jnp.bfloat16
-    )
-    rows = measure_kernels(model, jobs, m, length, rank, dtype, kernels or "auto")
+    fp8, on_cpu = precision == "fp8", jax.default_backend() == "cpu"
+    if fp8 and (reason := why_not(default_device().capability)):
+        raise UserError(f"--base fp8: {reason}; use bf16")
+    dtype = jnp.float32 if precision == "fp32" or (precision == "auto" and on_cpu) else jnp.bfloat16
+    rows = measure_kernels(model, jobs, m, length, rank, dtype, kernels or "auto", fp8)
     device = jax.devices()[0].device_kind
     print(
         f"one layer of {model} on {device}: {jobs} jobs × {m} × {length} tokens, rank {rank}, "
-        f"{jnp.dtype(dtype).name}, forward and backward, ms"
+        f"{jnp.dtype(dtype).name}{' beside fp8 weights' if fp8 else ''}, forward and backward, ms"
     )
     for row in rows:
         kernel = f", {row['implementation']} {row['kernel_ms']:.3f}" if "kernel_ms" in row else ""
@@ -138,6 +148,6 @@ def bench_kernels_command(
         )
     if json_path:
         case = {"model": model, "device": device, "jobs": jobs, "m": m, "length": length, "rank": rank}
-        result = case | {"dtype": jnp.dtype(dtype).name, "products": rows}
+        result = case | {"dtype": jnp.dtype(dtype).name, "fp8": fp8, "products": rows}
         json_path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0

@@ -4,7 +4,7 @@ usage: python -m scripts.planner.memory_points OUT.json [--fused | --fp8 | --off
        (pip install 'plora-jax[cuda]'; no GPU, but for --here, which compiles for the one that is there)
 
 All but what recomputes whole layers has its layers written out, as on a GPU: without the fused kernel, or with it
-(--fused, a list of its own); --fp8: on an fp8 base; --offload: long rows, their layers' inputs on the host, and on the
+(--fused, a list of its own); --fp8: with it, on an fp8 base; --offload: long rows, their layers' inputs on the host, and on the
 device. Nothing is tuned for a described GPU, which changes no size where layers are written out: on a card the compiler
 said the same. With --policy the file is read first, and only that policy's points are made anew.
 """
@@ -154,7 +154,7 @@ def point(
     if asked == "fp8":
         options["xla_gpu_enable_triton_gemm"] = False
     if policy in ("none", "dots"):
-        kernels = "auto" if asked == "fused" else "xla"
+        kernels = "xla" if asked == "xla" else "auto"
         runtime = dataclasses.replace(runtime, unroll=base.config.n_layers, kernels=kernels)  # type: ignore[arg-type]
         options["xla_gpu_enable_triton_gemm"] = False
     there, platforms = None, None
@@ -175,7 +175,7 @@ def point(
         "model": dataclasses.asdict(model_shape(base.config, MODELS[size])),
         "degree": 1, "optimizer": "adamw", "bytes": taken, "host_bytes": host,
         "precision": base.precision, "attention": "cudnn",
-        "fused": DEVICE.cores if asked == "fused" else 0,
+        "fused": 0 if asked == "xla" else DEVICE.cores,
         "accumulate": accumulate, "J": J, "m": m, "S": S, "rank_bucket": spec.rank, "policy": policy,
     }  # fmt: skip
 

@@ -8,7 +8,8 @@ import numpy as np
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import reference
+from pallas_kernels import Fp8Weight, quantise, reference
+from pallas_kernels.fp8 import round_gradients
 from pallas_kernels.hopper_gemm import GemmConfig
 from pallas_kernels.reference import Site
 
@@ -26,6 +27,11 @@ def relative(got, want) -> float:
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     norm = np.linalg.norm(want)
     return float(np.linalg.norm(got - want) / norm) if norm else float(np.linalg.norm(got))
+
+
+def stood_for(values, scale):
+    """Return the float64 numbers that quantised ones stand for."""
+    return np.asarray(values, np.float64) * np.asarray(scale, np.float64)[..., None]
 
 
 def packed(jobs, tokens, d_in, d_outs, ranks, *, dropout=False, bias=True, seed=0, dtype=jnp.bfloat16):
@@ -57,6 +63,30 @@ def exact(x, mask, sites, dys):
         )
         ys, us = reference.forward(x, mask, sites)
         return (ys, us), reference.backward(x, mask, sites, us, dys)
+
+
+def in_fp8(sites, backward):
+    """Return the sites with their weights rounded to fp8."""
+    return tuple(site._replace(w=Fp8Weight(*quantise(site.w.T), backward)) for site in sites)
+
+
+def exact_of_rounded(x, mask, sites, dys):
+    """Return the float64 results of sites with fp8 weights, as `exact`: of the numbers that W, x and dy were rounded to
+    in the frozen products, and of x and dy themselves everywhere else.
+    """
+
+    def f64(t):
+        return np.asarray(t, np.float64)
+
+    held = [f64(site.w.values).T * f64(site.w.scale) for site in sites]
+    wide = tuple(site._replace(w=w) for site, w in zip(sites, held, strict=True))
+    (ys, us), (dx, das, dbs) = exact(x, mask, wide, dys)
+    off = stood_for(*quantise(x)) - f64(x)
+    ys = tuple(f64(y) + off @ w for y, w in zip(ys, held, strict=True))
+    folded, scale = round_gradients(dys, [site.w for site in sites])
+    for site, own, dy in zip(sites, folded, dys, strict=True):
+        dx = f64(dx) + (stood_for(own, scale) - f64(dy) * f64(site.w.scale)) @ f64(site.w.values)
+    return (ys, us), (dx, das, dbs)
 
 
 def worst(got, want) -> float:

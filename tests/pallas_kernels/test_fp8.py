@@ -10,15 +10,10 @@ import pytest
 
 from pallas_kernels import Device, Fp8Weight, choose, lora_dense_group, quantise, using
 from pallas_kernels.fp8 import why_not
-from tests.pallas_kernels.problems import relative
+from tests.pallas_kernels.problems import count_launches, relative, stood_for
 
 # bits of the fraction, exponent of the least normal number, largest number: OCP 8-bit floating point, table 1
 FORMATS = {"float8_e4m3fn": (3, -6, 448.0), "float8_e5m2": (2, -14, 57344.0)}
-
-
-def stood_for(values, scale):
-    """Return the float64 numbers that quantised ones stand for."""
-    return np.asarray(values, np.float64) * np.asarray(scale, np.float64)[..., None]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -125,19 +120,38 @@ def test_a_job_that_is_not_finite_leaves_the_others_their_bits():
     assert np.isnan(after[0][1]).any()
 
 
-def test_xla_serves_it_whatever_is_asked():
+def test_who_serves_it():
     h200 = Device("NVIDIA H200", "9.0", 132)
-    case = ("bfloat16", 8, 1024, 3584, (3584,), (32,))
-    assert choose(*case, device=h200, mode="auto").name == "hopper"
-    for mode in ("auto", "hopper"):
-        assert choose(*case, device=h200, mode=mode, fp8=True) == (
-            "xla",
-            "the frozen weights are fp8: XLA multiplies them, and the adapters beside them",
-        )
+    case = ("bfloat16", 8, 1024, 3584, (3584, 512), (32,))
+    assert choose(*case, device=h200, mode="auto", fp8=2).name == "hopper"
+    for change, reason in (
+        (("bfloat16", 1), "some of the frozen weights are fp8 and others are not"),
+        (("float16", 2), "beside fp8 weights the kernel takes bfloat16, not float16"),
+    ):
+        choice = choose(change[0], *case[1:], device=h200, mode="hopper", fp8=change[1])
+        assert choice == ("xla", reason)
+    narrow = choose("bfloat16", 8, 1024, 3584, (3584, 192), (32,), device=h200, mode="hopper", fp8=2)
+    assert narrow == ("xla", "output features 192 are no multiple of 128")
     x, sites, ws = problem()
+    wide = tuple(jnp.zeros((D, F), jnp.bfloat16) for _ in ws)
     with using("hopper"):
-        text = jax.jit(packed_loss).lower(x.astype(jnp.bfloat16), sites, ws).as_text()
-    assert "mosaic" not in text and "f8E4M3FN" in text
+        mixed = jax.jit(packed_loss).lower(x.astype(jnp.bfloat16), sites, (ws[0], wide[1])).as_text()
+    assert "mosaic" not in mixed and "f8E4M3FN" in mixed
+
+
+@pytest.mark.parametrize("backward", ["e4m3", "e5m2"])
+def test_one_launch_each_way_of_the_kernel(backward):
+    """Lowered for CUDA: with the gradients' format that the weights ask for."""
+
+    def sd(*shape, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    w = Fp8Weight(sd(256, 128, dtype=jnp.float8_e4m3fn), sd(256), backward)
+    args = sd(2, 256, 128, dtype=jnp.bfloat16), ((sd(2, 8, 128), sd(2, 256, 8), sd(2)),)
+    with using("hopper"):
+        grad = jax.jit(lambda x, adapters, w: jax.grad(packed_loss, argnums=(0, 1))(x, adapters, (w,)))
+        text = grad.trace(*args, w).lower(lowering_platforms=("cuda",)).as_text()
+    assert count_launches(text) == 2 and ("f8E5M2" in text) == (backward == "e5m2")
 
 
 def test_gpus_that_have_no_fp8_say_so():

@@ -8,7 +8,7 @@ import pytest
 from pallas_kernels import choose, lora_dense, using
 from pallas_kernels.choice import implementation
 
-from .problems import exact, packed, worst
+from .problems import exact, exact_of_rounded, in_fp8, packed, worst
 
 pytestmark = [
     pytest.mark.gpu,
@@ -57,6 +57,24 @@ def test_edges(jobs, tokens, rank, dtype, name):
     with jax.default_matmul_precision("highest"):
         got = run(*problem)
     assert worst(got, exact(*problem)) < (1e-5 if dtype == jnp.float32 else 8e-3)
+
+
+@pytest.mark.parametrize("backward", ["e4m3", "e5m2"])
+@pytest.mark.parametrize(
+    "shape, dropout",
+    [
+        ((3, 128, 4096, (512,), (8,)), False),
+        ((2, 1000, 512, (11008,), (96,)), False),
+        ((4, 256, 512, (512, 128, 384), (16, 32, 5)), True),
+        ((7, 256, 896, (896, 128, 128), (64, 64, 64)), False),
+    ],
+)
+def test_an_fp8_base(shape, dropout, backward):
+    x, mask, sites, dys = packed(*shape, dropout=dropout)
+    problem = x, mask, in_fp8(sites, backward), dys
+    got = run(*problem)
+    assert worst(got, exact_of_rounded(*problem)) < 8e-3
+    jax.tree.map(np.testing.assert_array_equal, got, run(*problem))
 
 
 @pytest.mark.parametrize("dropout", [False, True])

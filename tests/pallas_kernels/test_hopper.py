@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels import hopper
 
-from .problems import INTERPRET, ONE_BLOCK, exact, packed, raced, worst
+from .problems import INTERPRET, ONE_BLOCK, exact, exact_of_rounded, in_fp8, packed, raced, worst
 
 TOLERANCE = 8e-3  # a few roundings to bf16, each 2^-9 in norm
 
@@ -39,6 +39,28 @@ def test_packed_equals_float64(shape, options):
     check(*shape, **options)
 
 
+@pytest.mark.parametrize("backward", ["e4m3", "e5m2"])
+@pytest.mark.parametrize(
+    "shape, options",
+    [
+        ((2, 72, 256, (128, 64), (8, 8)), {}),
+        ((1, 64, 64, (64, 64), (5, 0)), {"dropout": True}),
+        ((1, 64, 64, (256,), (96,)), {"bias": False}),
+    ],
+)
+def test_on_an_fp8_base_packed_equals_float64_of_the_rounded_numbers(shape, options, backward):
+    x, mask, sites, dys = packed(*shape, **options)
+    eight = in_fp8(sites, backward)
+    ys, us = hopper.forward(x, mask, eight, config=lambda site: ONE_BLOCK, interpret=INTERPRET)
+    assert not raced()
+    dx, *grads = hopper.backward(x, mask, eight, us, dys, config=ONE_BLOCK, interpret=INTERPRET)
+    assert not raced()
+
+    (want_ys, want_us), want_grads = exact_of_rounded(x, mask, eight, dys)
+    assert worst(ys, want_ys) < TOLERANCE and worst(us, want_us) < TOLERANCE
+    assert worst((dx, *grads), want_grads) < TOLERANCE
+
+
 @pytest.mark.slow
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(
@@ -62,9 +84,9 @@ def test_expansion_puts_b_where_the_stack_has_a(at, rank, rows):
     b = jnp.asarray(np.random.default_rng(0).standard_normal((2, 64, rank)), jnp.float32)
     e, first = hopper.expansion(b, at, rows, jnp.float32)
     assert first % 64 == 0
-    assert first + e.shape[1] <= rows
-    full = np.zeros((2, rows, 64))
-    full[:, first : first + e.shape[1]] = e
-    want = np.zeros((2, rows, 64))
-    want[:, at : at + rank] = np.swapaxes(b, 1, 2)
+    assert first + e.shape[2] <= rows
+    full = np.zeros((2, 64, rows))
+    full[:, :, first : first + e.shape[2]] = e
+    want = np.zeros((2, 64, rows))
+    want[:, :, at : at + rank] = b
     np.testing.assert_array_equal(full, want)

@@ -65,29 +65,34 @@ def test_layers_written_out_by_hand():
 
 
 @pytest.mark.parametrize("rank", (16, 512))
-@pytest.mark.parametrize("d_model, d_ff", [(896, 4864), (1536, 8960), (3584, 18_944), (4096, 14_300)])
-def test_the_fused_kernel_is_counted_where_it_is_chosen(d_model, d_ff, rank):
+@pytest.mark.parametrize("precision", ("bf16", "fp8"))
+@pytest.mark.parametrize(
+    "d_model, d_ff", [(768, 3072), (896, 4864), (3584, 18_944), (4096, 14_300), (2048, 5504 + 64)]
+)
+def test_the_fused_kernel_is_counted_where_it_is_chosen(d_model, d_ff, precision, rank):
     """As `pallas_kernels.choose` decides for gate and up of an H200, which the planner cannot ask."""
     from pallas_kernels.choice import Device, choose
 
     device, shape = Device("NVIDIA H200", "9.0", 132), decoder_shape("x", 1, d_model, d_ff, 8, 2, 128, 1000)
     seen = set()
     for J, m, S in product((1, 2, 5, 9, 30), (1, 3), (20, 64, 120, 128, 192, 250, 384, 1024)):
-        chosen = choose("bfloat16", J, m * S, d_model, [d_ff, d_ff], [rank, rank], device=device, mode="auto")
+        call = ("bfloat16", J, m * S, d_model, [d_ff, d_ff], [rank, rank])
+        chosen = choose(*call, fp8=2 * (precision == "fp8"), device=device, mode="auto")
         step = StepShape(1, J, m, S, rank, "none")
         tokens, own = J * m * S, 4 * d_model + 2 * 1024 + 2 * 256 + 3 * d_ff
-        kept = memory_terms(shape, step, "bf16", H200)["saved_none"] / 2
-        without = memory_terms(shape, step, "bf16", replace(H200, fused=0))["saved_none"] / 2
+        kept = memory_terms(shape, step, precision, H200)["saved_none"] / 2
+        without = memory_terms(shape, step, precision, replace(H200, fused=0))["saved_none"] / 2
         if chosen.name == "xla":
             assert kept == without >= tokens * (own + d_ff)
         else:
             assert tokens * own <= kept < min(1.51 * tokens * own, without)
         seen.add(chosen.name)
-    assert seen == ({"hopper", "xla"} if (rank, d_ff % 64) == (16, 0) and d_model > 1000 else {"xla"})
+    serves = rank == 16 and d_model > 800 and d_ff % (128 if precision == "fp8" else 64) == 0
+    assert seen == ({"hopper", "xla"} if serves else {"xla"})
 
 
-@pytest.mark.parametrize("change", [{"degree": 2}, {"precision": "fp32"}, {"precision": "fp8"}])
-def test_the_fused_kernel_serves_one_device_and_16_bits(change):
+@pytest.mark.parametrize("change", [{"degree": 2}, {"precision": "fp32"}])
+def test_the_fused_kernel_serves_one_device_and_no_wider_numbers(change):
     step, precision = (
         replace(STEP, policy="none", degree=change.get("degree", 1)),
         change.get("precision", "bf16"),
@@ -175,7 +180,9 @@ def test_fit_on_compiled_steps_holds_on_held_out_ones():
     assert min(error(p, model) for p in points) >= -1e-6
     shipped = cost_model(H200).memory
     assert "measured" in shipped.source
-    assert replace(shipped, source="") == replace(model, source="")
+    # the margin is that of the points before the kernel served 0.5B, which now need less
+    assert model.margin <= shipped.margin
+    assert replace(shipped, source="", margin=0.0) == replace(model, source="", margin=0.0)
 
 
 def test_predictions_of_steps_that_ran_on_an_h200():
@@ -195,7 +202,8 @@ def test_predictions_of_steps_that_ran_on_an_h200():
                 continue
             sizes = [row[name] for name in ("jobs", "m", "length", "rank_bucket")]
             step = StepShape(1, *sizes, row["recompute"], accumulate=row["accumulate"])
-            there = H200 if row.get("kernels") == "auto" else replace(H200, fused=0)
+            served = row.get("kernels") == "auto" and row["precision"] == "bf16"  # fp8 not yet, then
+            there = H200 if served else replace(H200, fused=0)
             sizes = [step_memory(shape, step, row["precision"], there, model) for model in (bare, shipped)]
             seen.append((row["precision"], there.fused > 0, row["recompute"], sizes[0] / row["total_bytes"]))
             assert (
@@ -204,14 +212,16 @@ def test_predictions_of_steps_that_ran_on_an_h200():
     assert len(seen) >= 8
 
 
-def test_steps_on_an_fp8_base_take_no_more_than_predicted():
-    """In a loop XLA keeps a transposed copy of the weights; where layers are recomputed, less of it at the peak."""
+@pytest.mark.parametrize("day", ["2026-12-01", "2026-12-02"])
+def test_steps_on_an_fp8_base_take_no_more_than_predicted(day):
+    """With XLA's products, and with the fused kernel. In a loop XLA keeps a transposed copy of the weights; where layers
+    are recomputed, less of it at the peak.
+    """
     shipped = cost_model(H200).memory
-    for p in read_memory_points(RESULTS / "memory-points-h200-fp8-2026-12-01.json"):
+    for p in read_memory_points(RESULTS / f"memory-points-h200-fp8-{day}.json"):
         predicted = step_memory(p.shape, p.step, p.precision, p.device, shipped)
-        assert p.precision == "fp8" and p.bytes <= predicted <= p.bytes * (
-            1.25 if p.step.policy == "layer" else 1.1
-        )
+        above = {"layer": 1.25, "dots": 1.14 if p.device.fused else 1.1, "none": 1.06}[p.step.policy]
+        assert p.precision == "fp8" and p.bytes <= predicted <= p.bytes * above
 
 
 def test_fit_recovers_factors_it_was_made_from():
