@@ -3,6 +3,7 @@
     python -m benchmarks.kernels sites --out benchmarks/results/kernels_sites.jsonl
     python -m benchmarks.kernels layer --out benchmarks/results/kernels_layer.jsonl
     python -m benchmarks.kernels loop  --out benchmarks/results/kernels_loop.jsonl
+    python -m benchmarks.kernels fp8   --out benchmarks/results/kernels-fp8-h200.jsonl
 
 Times are the sum of the kernels of a call as CUPTI reports them (host and launch gaps left out), the median of a dozen
 calls on random data; `bound` is the goal that docs/benchmarks.md states. Every fused result is checked against float32
@@ -21,8 +22,9 @@ import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import profiler
 from jax.stages import Traced
 
-from pallas_kernels import SHRUNK, hopper, lora_delta, lora_dense_group, reference, using
+from pallas_kernels import SHRUNK, hopper, lora_delta, lora_dense_group, quantise, reference, using
 from pallas_kernels.choice import config_for, default_device
+from pallas_kernels.hopper_gemm import Extra, GemmConfig, Scales, lora_gemm
 from pallas_kernels.reference import Site
 
 TOKENS = 8192
@@ -310,13 +312,69 @@ def loop(log, full):
                 )
 
 
+FP8 = {name: (*shape, 1) for name, shape in SITES.items() if name.startswith("7b") and "k/v" not in name}
+FP8["7b gate/up dx"] = (18944, 3584, 2)
+
+
+def fp8(log, full):
+    """Products of 8-bit numbers, 8 jobs of rank 32: cuBLAS alone, with adapters beside it, and in one launch with them."""
+    jobs, tokens, rank, wide = 8, TOKENS // 8, 32, jnp.bfloat16
+    cores, programs = default_device().cores, []
+
+    def frozen(xs, ws):
+        axes = (((1,), (1,)), ((), ()))
+        flat = [x.reshape(-1, x.shape[-1]) for x in xs]
+        return [
+            jax.lax.dot_general(x, w, axes, preferred_element_type=wide)
+            for x, w in zip(flat, ws, strict=True)
+        ]
+
+    def beside(xs, ws, rows, columns, us, es):
+        y = sum(part.astype(jnp.float32) for part in frozen(xs, ws)) * rows.reshape(-1, 1) * columns
+        added = (
+            jnp.einsum("jtr,jnr->jtn", *pair, preferred_element_type=wide)
+            for pair in zip(us, es, strict=True)
+        )
+        return (y.reshape(jobs, tokens, -1) + sum(part.astype(jnp.float32) for part in added)).astype(wide)
+
+    def one_launch(xs, ws, rows, columns, us, es):
+        extras = [
+            Extra((u / rows[..., None]).astype(wide), 0, (e / columns[:, None]).astype(wide))
+            for u, e in zip(us, es, strict=True)
+        ]
+        scales, config = Scales(rows, columns, wide), GemmConfig(sms=cores)
+        pairs = list(zip(xs, ws, strict=True))
+        return lora_gemm(pairs, (), extras, scales=scales, transposed=True, config=config)[0]
+
+    for name, (k, n, products) in FP8.items():
+        xs, rows = zip(*(quantise(draw(jobs, tokens, k)) for _ in range(products)), strict=True)
+        ws, columns = zip(*(quantise(draw(n, k)) for _ in range(products)), strict=True)
+        us = [draw(jobs, tokens, rank) for _ in range(products)]
+        es = [draw(jobs, n, rank) for _ in range(products)]
+        given = (xs, ws, rows[0], columns[0], us, es)
+        ways = {"cuBLAS alone": frozen, "cuBLAS, adapters beside it": beside, "one launch": one_launch}
+        programs += [((name, how), way, given[: 2 if way is frozen else 6]) for how, way in ways.items()]
+    alone, beside_it = {}, {}
+    for (name, how), program, given in compile_all(programs):
+        if isinstance(program, str):
+            log.write(site=name, how=how, error=program)
+            continue
+        row = {"site": name, "how": how, "us": microseconds(program, given)}
+        row["over_frozen"] = row["us"] / alone.setdefault(name, row["us"])
+        result = program(*given)
+        if how == "one launch":
+            row["off"] = relative(result, beside_it[name])
+        beside_it[name] = result
+        log.write(**row)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["sites", "layer", "loop"])
+    parser.add_argument("what", choices=["sites", "layer", "loop", "fp8"])
     parser.add_argument("--out", required=True, help="file for the JSON lines")
     parser.add_argument("--full", action="store_true", help="every rank and job count")
     args = parser.parse_args()
-    {"sites": sites, "layer": layer, "loop": loop}[args.what](Log(args.out), args.full)
+    {"sites": sites, "layer": layer, "loop": loop, "fp8": fp8}[args.what](Log(args.out), args.full)
 
 
 if __name__ == "__main__":

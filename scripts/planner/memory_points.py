@@ -4,9 +4,9 @@ usage: python -m scripts.planner.memory_points OUT.json [--fused | --fp8 | --off
        (pip install 'plora-jax[cuda]'; no GPU, but for --here, which compiles for the one that is there)
 
 All but what recomputes whole layers has its layers written out, as on a GPU: without the fused kernel, or with it
-(--fused, a list of its own); --fp8: with it, on an fp8 base; --offload: long rows, their layers' inputs on the host, and on the
-device. Nothing is tuned for a described GPU, which changes no size where layers are written out: on a card the compiler
-said the same. With --policy the file is read first, and only that policy's points are made anew.
+(--fused, a list of its own); --fp8: with it, on an fp8 base; --offload: long rows, their layers' inputs on the host,
+and on the device. Nothing is tuned for a described GPU, which changes no size where layers are written out: on a card
+the compiler said the same. With --policy the file is read first, and only that policy's points are made anew.
 """
 
 import argparse
@@ -113,10 +113,12 @@ FUSED: list[tuple[Any, ...]] = [
     ("3B", 12, 1, 512, 64, "dots"),
 ]
 FP8: list[tuple[Any, ...]] = [
-    ("7B", 8, 1, 1024, 32, "dots"),
-    ("7B", 8, 1, 1024, 32, "layer"),
-    ("1.5B", 8, 1, 1024, 32, "none"),
     ("7B", 8, 1, 1024, 32, "none"),
+    ("7B", 8, 1, 1024, 32, "dots"),
+    ("1.5B", 8, 1, 1024, 32, "none"),
+    ("1.5B", 8, 4, 256, 64, "dots"),
+    ("3B", 12, 1, 512, 64, "none"),
+    ("7B", 8, 1, 1024, 32, "layer"),
 ]
 OFFLOAD: list[tuple[Any, ...]] = [
     (*sizes, policy)

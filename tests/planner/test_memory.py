@@ -214,8 +214,8 @@ def test_predictions_of_steps_that_ran_on_an_h200():
 
 @pytest.mark.parametrize("day", ["2026-12-01", "2026-12-02"])
 def test_steps_on_an_fp8_base_take_no_more_than_predicted(day):
-    """With XLA's products, and with the fused kernel. In a loop XLA keeps a transposed copy of the weights; where layers
-    are recomputed, less of it at the peak.
+    """With XLA's products, and with the fused kernel. In a loop XLA keeps a transposed copy of the weights; where
+    layers are recomputed, less of it at the peak.
     """
     shipped = cost_model(H200).memory
     for p in read_memory_points(RESULTS / f"memory-points-h200-fp8-{day}.json"):
