@@ -317,7 +317,7 @@ FP8["7b gate/up dx"] = (18944, 3584, 2)
 
 
 def fp8(log, full):
-    """Products of 8-bit numbers, 8 jobs of rank 32: cuBLAS alone, with adapters beside it, and in one launch with them."""
+    """Products of 8-bit numbers, 8 jobs of rank 32: by cuBLAS, with adapters beside it, and in one launch with them."""
     jobs, tokens, rank, wide = 8, TOKENS // 8, 32, jnp.bfloat16
     cores, programs = default_device().cores, []
 
