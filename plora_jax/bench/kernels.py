@@ -16,6 +16,7 @@ from pallas_kernels.fp8 import why_not
 from plora_jax.errors import UserError
 from plora_jax.models.config import SOURCES, Site
 from plora_jax.models.find import load_config
+from plora_jax.training.compiled import Options, quick_options
 
 REPEATS = 7
 BUSY_S = 0.05  # calls of about so long are under way at once, so that a GPU does not wait for the host
@@ -43,7 +44,7 @@ def measure_kernels(
       another implementation than XLA's serves, "kernel_ms". Wall time of a call among those under way, median of seven
       runs; frozen_ms is that of the products without adapters.
     """
-    config = load_config(model)
+    config, options = load_config(model), quick_options() if fp8 else ()
     rows = []
     for source in SOURCES:
         sites = config.sites_of(source)
@@ -56,12 +57,12 @@ def measure_kernels(
             "shapes": [[d_in, d_out] for d_out in d_outs],
             "implementation": choice.name,
             "reason": choice.reason,
-            "frozen_ms": _milliseconds(_frozen, inputs),
+            "frozen_ms": _milliseconds(_frozen, inputs, options),
         }
         asked = {"xla_ms": "xla"} | ({"kernel_ms": kernels} if choice.name != "xla" else {})
         for name, mode in asked.items():
             with using(mode):
-                row[name] = _milliseconds(_adapted, inputs)
+                row[name] = _milliseconds(_adapted, inputs, options)
         rows.append(row)
     return rows
 
@@ -99,8 +100,8 @@ def _frozen(x: Array, ws: list[Any], factors: Any) -> Any:
     return ys, back(ys)
 
 
-def _milliseconds(function: Callable[..., Any], inputs: tuple[Any, ...]) -> float:
-    run = jax.jit(function)
+def _milliseconds(function: Callable[..., Any], inputs: tuple[Any, ...], options: Options = ()) -> float:
+    run = jax.jit(function, compiler_options=dict(options))
 
     def seconds(calls: int) -> float:
         began = time.perf_counter()
