@@ -102,7 +102,7 @@ def why_slots(instance: Instance, pack: Pack, jobs: list[JobSpec]) -> str:
     if len(jobs) == pack.J:
         return f"number of jobs: every job has a slot, all run at once ({share})"
     if limit <= pack.J:
-        return f"memory: {limit} slots of rank bucket {need.bucket} are all that fit ({share})"
+        return f"memory: no more slots of rank bucket {need.bucket} fit than {limit} ({share})"
     waves = -(-len(jobs) // pack.J)
     if -(-len(jobs) // (waves - 1)) > limit:
         return f"memory: at most {limit} slots fit, so {len(jobs)} jobs run in {waves} even waves ({share})"
@@ -126,7 +126,7 @@ def why_rows(instance: Instance, pack: Pack, jobs: list[JobSpec]) -> str:
     larger = min(m for m in divisors(divisor) if m > pack.m)
     limit = instance.slot_limit(pack.degree, larger, pack.policy, need)
     if limit < pack.J:
-        return f"memory: at m = {larger} only {limit} slots would fit"
+        return f"memory: at m = {larger} {f'only {limit}' if limit else 'no'} slots would fit"
     return f"the jobs fill {pack.J} slots evenly; m = {larger} (batch sizes {sizes}) would not be faster"
 
 
