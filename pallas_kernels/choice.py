@@ -151,7 +151,7 @@ def choose(
         )
     if mode != "hopper" and min(d_in, sum(d_outs)) < MIN_DEPTH:
         return Choice("xla", f"a frozen product of depth {min(d_in, sum(d_outs))}, below {MIN_DEPTH}")
-    return Choice("hopper", f"fused kernel, {_source(device.kind)}")
+    return Choice("hopper", f"fused kernel, {'untuned tiles' if fp8 else _source(device.kind)}")
 
 
 def _partitioned_by_xla() -> bool:
@@ -175,9 +175,12 @@ def _source(kind: str) -> str:
     return f"table tuned_{kind.lower().replace(' ', '_')}.json" if tuned(kind) else "untuned tiles"
 
 
-def config_for(which: str, k: int, n: int, device: Device) -> GemmConfig:
-    """Return the tiles of a product [T, K]·[K, N], "forward", "backward" or "fp8": tuned if known, else the default."""
-    config = tuned(device.kind).get((which, k, n), GemmConfig())
+def config_for(which: str, k: int, n: int, device: Device, fp8: bool = False) -> GemmConfig:
+    """Return the tiles of the "forward" or "backward" product [T, K]·[K, N]: tuned if known, else the default.
+
+    Products of 8-bit numbers take the default: of those tried none was faster by more than 0.5 % (docs/benchmarks.md).
+    """
+    config = GemmConfig() if fp8 else tuned(device.kind).get((which, k, n), GemmConfig())
     return dataclasses.replace(config, sms=device.cores) if device.cores else config
 
 
@@ -186,8 +189,8 @@ class _Hopper(NamedTuple):
 
     def forward(self, x, mask, sites):
         def config(site):
-            which = "fp8" if isinstance(site.w, Fp8Weight) else "forward"
-            return config_for(which, x.shape[-1], site.d_out, self.device)
+            fp8 = isinstance(site.w, Fp8Weight)
+            return config_for("forward", x.shape[-1], site.d_out, self.device, fp8)
 
         from . import hopper  # imports Pallas for GPUs, a second that other processes need not wait
 
@@ -198,8 +201,8 @@ class _Hopper(NamedTuple):
         from . import hopper
 
         depth = sum(site.d_out for site in sites)
-        which = "fp8" if isinstance(sites[0].w, Fp8Weight) else "backward"
-        config = config_for(which, depth, x.shape[-1], self.device)
+        fp8 = isinstance(sites[0].w, Fp8Weight)
+        config = config_for("backward", depth, x.shape[-1], self.device, fp8)
         return jax.jit(functools.partial(hopper.backward, config=config))(x, mask, sites, us, dys)
 
 

@@ -59,7 +59,7 @@ def quantise(x, dtype=jnp.float8_e4m3fn):
 
 
 def round_gradients(dys, weights):
-    """Round dy [..., F] for each weight W of the sum Σ dy·Wᵀ to the weights' `backward` format.
+    """Round dy [..., F] for each weight W of the sum Σ dy·Wᵀ to the weights' `backward` format, one for all.
 
     The scales of W belong to the summed axis: they join dy before it is rounded. A token has one scale in all of them,
     so that products can be summed.
@@ -71,7 +71,8 @@ def round_gradients(dys, weights):
         dy.astype(jnp.promote_types(dy.dtype, jnp.float32)) * w.scale
         for dy, w in zip(dys, weights, strict=True)
     ]
-    return _quantise(scaled, {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}[weights[0].backward])
+    (kind,) = {w.backward for w in weights}
+    return _quantise(scaled, {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}[kind])
 
 
 def _quantise(xs, dtype):

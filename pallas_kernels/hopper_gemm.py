@@ -93,12 +93,10 @@ def _swizzled(shape, dtype):
 
 
 def _ring(shape, dtypes, interpret):
-    """Return slots [*shape, K] of STEP_BYTES; of two dtypes two views of them, for a step holds numbers of one."""
-    views = [_swizzled((*shape, STEP_BYTES // jnp.dtype(dtype).itemsize), dtype) for dtype in dtypes]
-    if len(views) == 1:
-        return views[0]
+    """Return slots [*shape, K] of STEP_BYTES as two views, for a step holds numbers of one of two dtypes."""
+    views = tuple(_swizzled((*shape, STEP_BYTES // jnp.dtype(dtype).itemsize), dtype) for dtype in dtypes)
     # race detection takes all slots of a union for one: interpreted, the views are slots of their own
-    return plgpu.RefUnion(*views) if interpret is None else tuple(views)
+    return plgpu.RefUnion(*views) if interpret is None else views
 
 
 def lora_gemm(
@@ -125,10 +123,8 @@ def lora_gemm(
     """
     (jobs, tokens, _), left = products[0][0].shape, products[0][0].dtype
     dtype, depth = scales.dtype if scales else left, STEP_BYTES // left.itemsize  # of a step of the products
-    if scales and (shrinks or not transposed):
-        raise ValueError(
-            "products of 8-bit numbers are transposed and have no shrinks: wgmma reads both along K"
-        )
+    if scales and (shrinks or not transposed or any(x.shape[-1] % depth for x, _ in products)):
+        raise ValueError(f"8-bit products are transposed, of K in multiples of {depth}, without shrinks")
     n = products[0][1].shape[0 if transposed else 1]
     widths = [shrink_width(shrink.a.shape[1]) for shrink in shrinks]
     width = max(widths, default=0)  # of the one accumulator that serves a leader's shrinks in turn
@@ -155,7 +151,7 @@ def lora_gemm(
     u_scales = [jnp.pad(s.scale, ((0, 0), (0, width - s.scale.shape[1]))) for s in shrinks]
     beyond = (0, n_tiles * c.tile_n - n)
     bias = None if bias is None else jnp.pad(bias, beyond)
-    if scales is not None:
+    if scales:
         rows = jnp.pad(scales.rows, ((0, 0), (0, job_tiles * TILE_M - tokens)))
         columns = None if scales.columns is None else jnp.pad(scales.columns, beyond)
     operands = (
@@ -371,14 +367,18 @@ def lora_gemm(
                 walk(on_tile)
                 plgpu.wait_smem_to_gmem(0)
 
-        w_tile = (c.tile_n, depth) if transposed else (depth, c.tile_n)
+        if scales:
+            x_slots = _ring((c.stages, TILE_M), (left, dtype), interpret)
+            w_slots = _ring((c.stages, c.tile_n), (products[0][1].dtype, dtype), interpret)
+        else:
+            w_tile = (c.tile_n, depth) if transposed else (depth, c.tile_n)
+            x_slots = _swizzled((c.stages, TILE_M, depth), dtype)
+            w_slots = _swizzled((c.stages, *w_tile), dtype)
         arrivals = {"num_arrivals": WGS, "num_barriers": c.stages}
         pl.run_scoped(
             scope,
-            x_smem=_ring((c.stages, TILE_M), (left, dtype) if scales else (dtype,), interpret),
-            w_smem=_ring((c.stages, c.tile_n), (products[0][1].dtype, dtype), interpret)
-            if scales
-            else _swizzled((c.stages, *w_tile), dtype),
+            x_smem=x_slots,
+            w_smem=w_slots,
             out_smem=_swizzled((WGS, c.out_slots, ROWS, PIECE), dtype),
             full=plgpu.Barrier(num_arrivals=2, num_barriers=c.stages),
             free=plgpu.ClusterBarrier(collective_axes=("cluster",), **arrivals)

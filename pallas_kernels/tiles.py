@@ -2,7 +2,7 @@
 
 import dataclasses
 
-TILE_M, TILE_K = 128, 64
+TILE_M = 128
 
 
 @dataclasses.dataclass(frozen=True)

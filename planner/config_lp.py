@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from planner.bound import LEAST
+from planner.errors import PlanError
 from planner.instance import Instance, Need
 from planner.signature import divisors
 
@@ -202,14 +203,17 @@ class ConfigurationLP:
         self.highs.setOptionValue("presolve", "off")  # a third faster
 
     def solve(self, C: float) -> Answer:
-        """Solve the LP at C."""
+        """Solve the LP at C; where every class has a pair it can always be.
+
+        Raises:
+            PlanError: the solver failed, from the last basis and from none.
+        """
         from highspy import HighsModelStatus
         from scipy.sparse import coo_matrix, vstack
 
         rows, parts = rows_at(self.instance, self.types, C), _parts(self.instance)
-        nothing = Answer(np.inf, rows.pairs, np.zeros(0), np.zeros(0), {})
         if len(np.unique(self.types.k[rows.pairs])) < len(self.counts):
-            return nothing
+            return Answer(np.inf, rows.pairs, np.zeros(0), np.zeros(0), {})
         # the last column: what the largest part is above all machine time
         machine, of = np.append(rows.machine, 0.0), np.append(rows.degree, 0.0)
         excess = np.append(np.zeros(len(rows.machine)), 1.0)
@@ -222,7 +226,10 @@ class ConfigurationLP:
         self._pass(matrix, below, np.concatenate([limits, self.counts]), machine + excess)
         self.highs.run()
         if self.highs.getModelStatus() != HighsModelStatus.kOptimal:
-            return nothing
+            self.highs.clearSolver()
+            self.highs.run()
+            if (status := self.highs.getModelStatus()) != HighsModelStatus.kOptimal:
+                raise PlanError(f"HiGHS ended with {status.name} on the configuration LP at {C:.1f} s")
         found = self.highs.getSolution()
         duals = np.array(found.row_dual)
         prices, duals = duals[len(limits) :], -duals[len(limits) - len(parts) : len(limits)]
@@ -235,7 +242,7 @@ class ConfigurationLP:
 
     def _pass(self, matrix: "csc_matrix", below: np.ndarray, above: np.ndarray, cost: np.ndarray) -> None:
         """Give the solver an LP, and the last basis where it is of the same size."""
-        from highspy import HighsLp, MatrixFormat
+        from highspy import HighsLp, HighsStatus, MatrixFormat
 
         lp, basis = HighsLp(), self.highs.getBasis()
         lp.num_row_, lp.num_col_ = matrix.shape
@@ -244,7 +251,8 @@ class ConfigurationLP:
         lp.a_matrix_.format_ = MatrixFormat.kColwise
         lp.a_matrix_.start_, lp.a_matrix_.index_ = matrix.indptr, matrix.indices
         lp.a_matrix_.value_ = matrix.data
-        self.highs.passModel(lp)
+        if self.highs.passModel(lp) == HighsStatus.kError:
+            raise PlanError("HiGHS refused the configuration LP")
         if basis.valid and (len(basis.row_status), len(basis.col_status)) == matrix.shape:
             self.highs.setBasis(basis)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import Device, Fp8Weight, choose, lora_dense_group, quantise, using
-from pallas_kernels.fp8 import why_not
+from pallas_kernels.fp8 import round_gradients, why_not
 from tests.pallas_kernels.problems import count_launches, relative, stood_for
 
 # bits of the fraction, exponent of the least normal number, largest number: OCP 8-bit floating point, table 1
@@ -132,26 +132,58 @@ def test_who_serves_it():
         assert choice == ("xla", reason)
     narrow = choose("bfloat16", 8, 1024, 3584, (3584, 192), (32,), device=h200, mode="hopper", fp8=2)
     assert narrow == ("xla", "output features 192 are no multiple of 128")
-    x, sites, ws = problem()
-    wide = tuple(jnp.zeros((D, F), jnp.bfloat16) for _ in ws)
+
+
+def lowered(*ws):
+    """Lower a layer's gradients for CUDA, of sites [128, 256] with adapters each."""
+    site = sd(2, 8, 128), sd(2, 256, 8), sd(2)
     with using("hopper"):
-        mixed = jax.jit(packed_loss).lower(x.astype(jnp.bfloat16), sites, (ws[0], wide[1])).as_text()
-    assert "mosaic" not in mixed and "f8E4M3FN" in mixed
+        grad = jax.jit(lambda x, adapters, ws: jax.grad(packed_loss, argnums=(0, 1))(x, adapters, ws))
+        traced = grad.trace(sd(2, 256, 128, dtype=jnp.bfloat16), (site,) * len(ws), ws)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def sd(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def eight_bits(backward="e4m3"):
+    return Fp8Weight(sd(256, 128, dtype=jnp.float8_e4m3fn), sd(256), backward)
+
+
+def test_sites_of_unlike_weights_are_left_to_xla():
+    wide = sd(128, 256, dtype=jnp.bfloat16)
+    assert count_launches(lowered(wide, wide)) == count_launches(lowered(eight_bits(), eight_bits())) == 3
+    mixed = lowered(eight_bits(), wide)
+    assert count_launches(mixed) == 0 and "f8E4M3FN" in mixed
+    with pytest.raises(ValueError, match="unpack"):
+        lowered(eight_bits("e4m3"), eight_bits("e5m2"))
 
 
 @pytest.mark.parametrize("backward", ["e4m3", "e5m2"])
 def test_one_launch_each_way_of_the_kernel(backward):
     """Lowered for CUDA: with the gradients' format that the weights ask for."""
-
-    def sd(*shape, dtype=jnp.float32):
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    w = Fp8Weight(sd(256, 128, dtype=jnp.float8_e4m3fn), sd(256), backward)
-    args = sd(2, 256, 128, dtype=jnp.bfloat16), ((sd(2, 8, 128), sd(2, 256, 8), sd(2)),)
-    with using("hopper"):
-        grad = jax.jit(lambda x, adapters, w: jax.grad(packed_loss, argnums=(0, 1))(x, adapters, (w,)))
-        text = grad.trace(*args, w).lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered(eight_bits(backward))
     assert count_launches(text) == 2 and ("f8E5M2" in text) == (backward == "e5m2")
+
+
+@pytest.mark.parametrize(("backward", "within"), [("e4m3", 2.0**-4), ("e5m2", 2.0**-3)])
+def test_gradients_of_several_sites_are_rounded_alike(backward, within):
+    """With W's scales folded in by feature, and one scale a token in all sites: its largest number is kept."""
+    rng = np.random.default_rng(0)
+    dys = [jnp.asarray(size * rng.standard_normal((T, F)), jnp.float32) for size in (1, 30)]
+    ws = [
+        Fp8Weight(jnp.zeros((F, D)), jnp.asarray(rng.lognormal(size=F), jnp.float32), backward) for _ in dys
+    ]
+    values, scale = round_gradients(dys, ws)
+    exact = [
+        np.asarray(dy, np.float64) * np.asarray(w.scale, np.float64) for dy, w in zip(dys, ws, strict=True)
+    ]
+    top = {"e4m3": 448.0, "e5m2": 57344.0}[backward]
+    np.testing.assert_allclose(scale, np.abs(np.concatenate(exact, 1)).max(1) / top, rtol=1e-6)
+    least = 2.0**-9 * np.asarray(scale, np.float64)[:, None]  # half of the formats' least number, or less
+    for own, want in zip(values, exact, strict=True):
+        assert np.all(np.abs(stood_for(own, scale) - want) <= within * np.abs(want) * (1 + 1e-6) + least)
 
 
 def test_gpus_that_have_no_fp8_say_so():

@@ -43,9 +43,9 @@ def test_packed_equals_float64(shape, options):
 @pytest.mark.parametrize(
     "shape, options",
     [
-        ((2, 72, 256, (128, 64), (8, 8)), {}),
-        ((1, 64, 64, (64, 64), (5, 0)), {"dropout": True}),
-        ((1, 64, 64, (256,), (96,)), {"bias": False}),
+        ((2, 72, 256, (128, 128), (8, 8)), {}),
+        ((1, 64, 128, (128, 128), (5, 0)), {"dropout": True}),
+        ((1, 64, 128, (256,), (96,)), {"bias": False}),
     ],
 )
 def test_on_an_fp8_base_packed_equals_float64_of_the_rounded_numbers(shape, options, backward):

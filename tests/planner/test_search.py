@@ -6,8 +6,10 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from highspy import HighsModelStatus
 
 from planner.config_lp import ConfigurationLP, make_types
+from planner.errors import PlanError
 from planner.fill import Filler, dive, make_tables
 from planner.greedy import greedy
 from planner.groups import make_group, makespan, remember
@@ -43,6 +45,18 @@ def test_the_lp_covers_every_class_and_falls_with_time(problem):
     np.add.at(per_class, types.k[values[0].pairs], values[0].jobs)
     assert per_class == pytest.approx([n for _, n in problem.counts], rel=1e-6)
     assert (values[0].prices > 0).all(), "every job costs machine time"
+
+
+def test_a_solver_that_fails_tries_again_from_nothing_and_then_says_so(problem, monkeypatch):
+    """A failure is never taken for a time that is impossible, which would make the bound too high."""
+    lp = ConfigurationLP(problem, make_types(problem))
+    want = lp.solve(300.0).machine_s
+    status, failures = lp.highs.getModelStatus, [HighsModelStatus.kUnknown]
+    monkeypatch.setattr(lp.highs, "getModelStatus", lambda: failures.pop() if failures else status())
+    assert np.isfinite(want) and lp.solve(300.0).machine_s == pytest.approx(want, rel=1e-9) and not failures
+    failures += 2 * [HighsModelStatus.kUnknown]
+    with pytest.raises(PlanError, match="kUnknown on the configuration LP"):
+        lp.solve(300.0)
 
 
 @pytest.fixture(scope="module")
