@@ -236,7 +236,7 @@ def _way(job: JobSpec, mode: _Mode, cost: CostModel, shape: ModelShape, plan: Pl
         return None
     steps = math.ceil(job.rows / mode.m)
     _, c, _, _ = coefficients(shape, cost, mode.degree, "none", plan.precision, job.row_tokens, job.targets)
-    scoring = cost.export_s + c * job.eval_tokens / 2
+    scoring = cost.export_s + c * job.eval_tokens / 2 + job.state_bytes / cost.state_bytes_s
     room = (C - mode.setup - scoring) / steps - mode.t0
     most = min(mode.slots, math.floor(room / max(mode.slot_s, 1e-30) + 1e-9))  # a slot may cost nothing
     return (steps, most, scoring) if most >= 1 else None

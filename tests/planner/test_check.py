@@ -25,6 +25,13 @@ def test_an_honest_plan_has_no_fault(plan):
     assert check_plan(plan, JOBS, TINY, ON, COST) == []
 
 
+def test_moving_a_jobs_state_takes_time_in_the_bound_too():
+    moving = [replace(JOBS[0], state_bytes=10**11)]
+    own = make_plan(moving, TINY, ON, options=Options(baselines=False))
+    assert own.lower_bound_s > 1e11 / COST.state_bytes_s
+    assert check_plan(own, moving, TINY, ON, COST) == []
+
+
 @pytest.mark.parametrize(
     ("tamper", "words"),
     [
