@@ -99,14 +99,14 @@ def asked() -> str:
 
 
 def choose(
-    dtype, jobs, tokens, d_in, d_outs, ranks, *, shared=False, frozen=True, fp8=0, device=None, mode=None
+    dtype, jobs, tokens, d_in, d_outs, ranks, *, shared=False, frozen=True, fp8=False, device=None, mode=None
 ) -> Choice:
     """Say which implementation serves sites that share an input, and why.
 
     Args:
       dtype: of x. jobs, tokens: J adapters with T tokens each. d_in: D. d_outs: F per site. ranks: the R of the
         adapted sites. shared: whether all jobs read the same tokens. frozen: whether every site has its W.
-      fp8: how many W are `Fp8Weight`s.
+      fp8: whether the Ws are `Fp8Weight`s; where only some are, XLA serves without asking here.
       device: a `Device`; the default one if None. mode: the implementation asked for; the one in force here if None.
 
     Raises:
@@ -124,8 +124,6 @@ def choose(
         return Choice("xla", "XLA partitions this program over a mesh, which it cannot do to a kernel")
     if jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
         return Choice("xla", f"the kernel multiplies 16-bit numbers, not {jnp.dtype(dtype).name}")
-    if fp8 not in (0, len(d_outs)):
-        return Choice("xla", "some of the frozen weights are fp8 and others are not")
     if fp8 and jnp.dtype(dtype) != jnp.dtype(jnp.bfloat16):
         return Choice("xla", f"beside fp8 weights the kernel takes bfloat16, not {jnp.dtype(dtype).name}")
     if not ranks:
@@ -208,6 +206,9 @@ class _Hopper(NamedTuple):
 
 def implementation(x, sites: tuple[Site, ...], mode: str | None = None):
     """Return the object whose `forward` and `backward` serve a packed call, as `choose` says."""
+    eight = [isinstance(site.w, Fp8Weight) for site in sites]
+    if any(eight) != all(eight):
+        return reference  # a launch reads weights of one kind
     some = adapted(sites)
     jobs = sites[some[0]].a.shape[0] if some else x.shape[0]
     device = default_device()
@@ -220,7 +221,7 @@ def implementation(x, sites: tuple[Site, ...], mode: str | None = None):
         [sites[i].a.shape[1] for i in some],
         shared=x.shape[0] != jobs,
         frozen=all(site.w is not None for site in sites),
-        fp8=sum(isinstance(site.w, Fp8Weight) for site in sites),
+        fp8=any(eight),
         device=device,
         mode=mode,
     )

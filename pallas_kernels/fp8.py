@@ -89,9 +89,11 @@ def sum_transposed(dys, weights):
 
 
 def _multiply(x, w, axis, dtype):
-    """Sum x's last axis with one of w's, rounded to `dtype`, and return float32 at least."""
-    y = jax.lax.dot_general(x, w, (((1,), (axis,)), ((), ())), preferred_element_type=dtype)
-    return y.astype(jnp.promote_types(dtype, jnp.float32))
+    """Sum x's last axis with one of w's, rounded to `dtype` if it has the range, and return float32 at least."""
+    wide = jnp.promote_types(dtype, jnp.float32)
+    summed = wide if dtype == jnp.float16 else dtype
+    y = jax.lax.dot_general(x, w, (((1,), (axis,)), ((), ())), preferred_element_type=summed)
+    return y.astype(wide)
 
 
 def why_not(capability: str) -> str | None:

@@ -14,7 +14,6 @@ The shrink rides along: the first tile of every row ("leader") multiplies the sl
 into a second accumulator, writes u and raises a flag. Leaders come first; the others need u in their last steps.
 """
 
-import dataclasses
 import functools
 import itertools
 from typing import Any, NamedTuple
@@ -25,14 +24,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from .tiles import TILE_M, GemmConfig
+from .tiles import PIECE, STEP_BYTES, TILE_M, GemmConfig, fit_shared
 
-STEP_BYTES = 128  # of the summed axis in a step of the ring: 64 numbers of 16 bits, 128 of 8
-PIECE = 64  # results leave in [64, 64] pieces
 WGS = 2  # warpgroups that multiply
 ROWS = TILE_M // WGS
 MAX_SHRINK = 128  # ranks of a leader's further accumulator: 64 registers a thread
-SHARED_BYTES = 232_448 - 2_048  # of a Hopper block, less barriers and alignment
 
 
 DEFAULT = GemmConfig()
@@ -65,24 +61,6 @@ class Scales(NamedTuple):
 def shrink_width(rank: int) -> int:
     """Return the columns a shrink of some ranks accumulates: a multiple of 16, which a swizzled store needs."""
     return -(-rank // 16) * 16
-
-
-def fit_shared(config: GemmConfig, widths: list[int]) -> tuple[GemmConfig, int]:
-    """Return the configuration with as many slots as fit beside those of A, and their number."""
-
-    ranks = max(widths, default=0)
-
-    def size(stages, a_stages, out_slots):
-        ring = stages * (TILE_M + config.tile_n) + a_stages * ranks
-        narrow = TILE_M * ranks if ranks < PIECE else 0
-        return STEP_BYTES * ring + 2 * (out_slots * TILE_M * PIECE + narrow)
-
-    for stages in range(config.stages, 1, -1):
-        for a_stages in (4, 3, 2) if ranks else (0,):
-            for out_slots in range(config.out_slots, 0, -1):
-                if size(stages, a_stages, out_slots) <= SHARED_BYTES:
-                    return dataclasses.replace(config, stages=stages, out_slots=out_slots), a_stages
-    raise ValueError(f"{config} with ranks {widths} does not fit in shared memory")
 
 
 def _swizzled(shape, dtype):

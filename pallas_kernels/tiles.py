@@ -1,8 +1,11 @@
-"""Tile sizes of the Hopper kernel, apart from it: the choice needs them where Pallas for GPUs is not imported."""
+"""Tile sizes of the Hopper kernel, and what shared memory holds, apart from it: `choose` needs no Pallas for GPUs."""
 
 import dataclasses
 
 TILE_M = 128
+STEP_BYTES = 128  # of the summed axis in a step of the ring: 64 numbers of 16 bits, 128 of 8
+PIECE = 64  # results leave in [64, 64] pieces
+SHARED_BYTES = 232_448 - 2_048  # of a Hopper block, less barriers and alignment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,3 +19,20 @@ class GemmConfig:
     band: int = 8  # width of a band, for reuse in L2
     out_slots: int = 2
     sms: int = 132
+
+
+def fit_shared(config: GemmConfig, widths: list[int]) -> tuple[GemmConfig, int]:
+    """Return the configuration with as many slots as fit beside those of A, and their number."""
+    ranks = max(widths, default=0)
+
+    def size(stages, a_stages, out_slots):
+        ring = stages * (TILE_M + config.tile_n) + a_stages * ranks
+        narrow = TILE_M * ranks if ranks < PIECE else 0
+        return STEP_BYTES * ring + 2 * (out_slots * TILE_M * PIECE + narrow)
+
+    for stages in range(config.stages, 1, -1):
+        for a_stages in (4, 3, 2) if ranks else (0,):
+            for out_slots in range(config.out_slots, 0, -1):
+                if size(stages, a_stages, out_slots) <= SHARED_BYTES:
+                    return dataclasses.replace(config, stages=stages, out_slots=out_slots), a_stages
+    raise ValueError(f"{config} with ranks {widths} does not fit in shared memory")

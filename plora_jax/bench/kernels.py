@@ -49,8 +49,8 @@ def measure_kernels(
     for source in SOURCES:
         sites = config.sites_of(source)
         d_in, d_outs = sites[0].d_in, [site.d_out for site in sites]
-        ranks, eight = [rank] * len(sites), len(sites) * fp8
-        choice = choose(dtype, jobs, m * length, d_in, d_outs, ranks, fp8=eight, mode=kernels)
+        ranks = [rank] * len(sites)
+        choice = choose(dtype, jobs, m * length, d_in, d_outs, ranks, fp8=fp8, mode=kernels)
         inputs = _random(sites, jobs, m * length, rank, dtype, fp8)
         row = {
             "sites": [site.name for site in sites],

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper_gemm import DEFAULT, Extra, GemmConfig, Shrink, fit_shared, lora_gemm
+from pallas_kernels.hopper_gemm import DEFAULT, Extra, Shrink, lora_gemm
+from pallas_kernels.tiles import GemmConfig, fit_shared
 
 from .problems import INTERPRET, ONE_BLOCK, raced, relative
 

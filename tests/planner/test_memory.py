@@ -77,7 +77,7 @@ def test_the_fused_kernel_is_counted_where_it_is_chosen(d_model, d_ff, precision
     seen = set()
     for J, m, S in product((1, 2, 5, 9, 30), (1, 3), (20, 64, 120, 128, 192, 250, 384, 1024)):
         call = ("bfloat16", J, m * S, d_model, [d_ff, d_ff], [rank, rank])
-        chosen = choose(*call, fp8=2 * (precision == "fp8"), device=device, mode="auto")
+        chosen = choose(*call, fp8=precision == "fp8", device=device, mode="auto")
         step = StepShape(1, J, m, S, rank, "none")
         tokens, own = J * m * S, 4 * d_model + 2 * 1024 + 2 * 256 + 3 * d_ff
         kept = memory_terms(shape, step, precision, H200)["saved_none"] / 2
