@@ -13,7 +13,14 @@ import jax
 import jax.numpy as jnp
 
 CALL, TARGET = "stablehlo.custom_call", "mosaic_gpu_v2"
-DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32, "i32": jnp.int32}
+DTYPES = {
+    "f32": jnp.float32,
+    "f16": jnp.float16,
+    "bf16": jnp.bfloat16,
+    "f8E4M3FN": jnp.float8_e4m3fn,
+    "f8E5M2": jnp.float8_e5m2,
+    "i32": jnp.int32,
+}
 
 log = logging.getLogger(__name__)
 

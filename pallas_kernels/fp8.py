@@ -54,7 +54,7 @@ def quantise(x, dtype=jnp.float8_e4m3fn):
     Returns:
       (values [..., D] in `dtype`, scale [...] in float32).
     """
-    (values,), scale = _quantise((x.astype(jnp.float32),), dtype)
+    (values,), scale = round_rows((x.astype(jnp.float32),), (None,), dtype)
     return values, scale
 
 
@@ -62,23 +62,36 @@ def round_gradients(dys, weights):
     """Round dy [..., F] for each weight W of the sum Σ dy·Wᵀ to the weights' `backward` format, one for all.
 
     The scales of W belong to the summed axis: they join dy before it is rounded. A token has one scale in all of them,
-    so that products can be summed.
+    so that products can be summed. Returns as `round_rows`.
+    """
+    return round_rows(dys, [w.scale for w in weights], gradient_format(weights))
+
+
+def gradient_format(weights):
+    """Return the one format that the gradients for these weights are rounded to."""
+    (kind,) = {w.backward for w in weights}
+    return {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}[kind]
+
+
+def round_rows(xs, columns, dtype):
+    """Round x·column of several arrays to an 8-bit format with one scale a row for all of them.
+
+    Args:
+      xs: arrays [..., D], alike but for D. columns: one [D] each, or None.
 
     Returns:
-      (values, one [..., F] for each dy; scale [...] in float32).
+      (values, one [..., D] in `dtype` for each x; scale [...] in float32).
     """
-    scaled = [
-        dy.astype(jnp.promote_types(dy.dtype, jnp.float32)) * w.scale
-        for dy, w in zip(dys, weights, strict=True)
-    ]
-    (kind,) = {w.backward for w in weights}
-    return _quantise(scaled, {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}[kind])
+    wides = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in xs]
+    wides = [x if column is None else x * column for x, column in zip(wides, columns, strict=True)]
+    largest = functools.reduce(jnp.maximum, (jnp.max(jnp.abs(x), axis=-1) for x in wides))
+    scale = row_scale(largest.astype(jnp.float32), dtype)
+    return [(x * (1 / scale)[..., None]).astype(dtype) for x in wides], scale
 
 
-def _quantise(xs, dtype):
-    largest = functools.reduce(jnp.maximum, (jnp.max(jnp.abs(x), axis=-1) for x in xs))
-    scale = jnp.maximum(largest.astype(jnp.float32) / float(jnp.finfo(dtype).max), SMALLEST)
-    return [(x * (1 / scale)[..., None]).astype(dtype) for x in xs], scale
+def row_scale(largest, dtype):
+    """Return the scale, float32, that makes the largest number of a row that of the format."""
+    return jnp.maximum(largest / float(jnp.finfo(dtype).max), SMALLEST)
 
 
 def sum_transposed(dys, weights):

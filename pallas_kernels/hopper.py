@@ -14,8 +14,9 @@ import functools
 import jax.numpy as jnp
 
 from . import reference
-from .fp8 import Fp8Weight, quantise, round_gradients
+from .fp8 import Fp8Weight, gradient_format
 from .hopper_gemm import DEFAULT, MAX_SHRINK, Extra, Scales, Shrink, lora_gemm, shrink_width
+from .hopper_rows import round_rows
 from .reference import Site, accumulator, adapted, job_product, masked
 
 BLOCK = 64  # ranks a step of the kernel takes
@@ -60,7 +61,7 @@ def forward(x, mask, sites: tuple[Site, ...], *, config=lambda site: DEFAULT, in
         wide = job_product(masked(x, mask), a, "tk,nk", jnp.float32) * scale[:, None, :]
         u = wide.astype(dtype)
     if fp8:
-        values, token_scale = quantise(x)
+        (values,), token_scale = round_rows((x,), (None,), jnp.float8_e4m3fn, interpret=interpret)
         added = (wide / token_scale[:, :, None]).astype(dtype)
     starts, at = {}, 0
     for i in adapted(sites):
@@ -110,7 +111,10 @@ def _dx(mask, sites, dys, config, interpret):
     bts = {i: _pad(sites[i].b.astype(dtype).swapaxes(1, 2), 1, 0, more[i]) for i in ranks}
     dus, added, shrinks, scales = {}, {}, (), None
     if fp8:
-        values, token_scale = round_gradients(dys, [site.w for site in sites])
+        ws = [site.w for site in sites]
+        values, token_scale = round_rows(
+            dys, [w.scale for w in ws], gradient_format(ws), interpret=interpret
+        )
         products = [(own, site.w.values.T) for own, site in zip(values, sites, strict=True)]
         scales = Scales(token_scale, None, dtype)
     else:

@@ -382,7 +382,11 @@ def lora_gemm(
         thread_name="wg",
         interpret=interpret,
     )(*flat)
-    # inside a shard_map the launch does not say over which axes its results vary
-    axes = tuple(sorted(jax.typeof(products[0][0]).manual_axis_type.varying))
-    out, *us = [lax.pcast(result, axes, to="varying") for result in results] if axes else results
+    out, *us = vary_like(products[0][0], results)
     return out, tuple(us)
+
+
+def vary_like(operand, results):
+    """Let results vary over the axes of a shard_map that an operand does: a launch does not say so of its results."""
+    axes = tuple(sorted(jax.typeof(operand).manual_axis_type.varying))
+    return [lax.pcast(result, axes, to="varying") for result in results] if axes else results

@@ -60,6 +60,8 @@ def part_of(kernel: str, instruction: Instruction | None) -> str:
     for scope, part in (("optimizer", "optimizer"), ("loss", "head and loss")):
         if re.search(rf"\b{scope}\b", source):
             return part
+    if re.search(r"\brounding\b", source):  # to 8 bits, by a kernel of its own
+        return "elementwise"
     if _PRODUCT.search(f"{kernel} {target} {' '.join(opcodes)}"):
         return "adapters" if re.search(r"\blora\b", source) else "frozen products"
     if all(_COPY.match(op) for op in opcodes) or re.match(r"memcpy|memset", kernel, re.I):

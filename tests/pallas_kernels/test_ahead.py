@@ -10,7 +10,8 @@ import pytest
 
 from pallas_kernels import ahead, compile_lowered
 from pallas_kernels.ahead import _compile, kernels_of
-from pallas_kernels.hopper_gemm import lora_gemm
+from pallas_kernels.hopper_gemm import Scales, lora_gemm
+from pallas_kernels.hopper_rows import round_rows
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +37,24 @@ def test_each_kernel_of_a_program_is_found_once_with_its_shapes(lowered):
     ]
     assert [s.shape for s in first.results] == [(2, 128, 64)]
     assert [s.shape for s in second.operands + second.results] == [(2, 128, 64), (64, 128), (2, 128, 128)]
+
+
+def test_kernels_of_8_bit_numbers_are_found_too():
+    """One that rounds, and one that multiplies: a type that is not known would hide all kernels of a program."""
+    x, w, scale = (
+        jax.ShapeDtypeStruct((2, 128, 128), jnp.bfloat16),
+        jax.ShapeDtypeStruct((128, 128), jnp.float8_e4m3fn),
+        jax.ShapeDtypeStruct((128,), jnp.float32),
+    )
+
+    def run(x, w, scale, kind):
+        (values,), rows = round_rows((x,), (scale,), kind)
+        return lora_gemm(((values, w),), scales=Scales(rows, scale, jnp.bfloat16), transposed=True)[0]
+
+    for kind in (jnp.float8_e4m3fn, jnp.float8_e5m2):
+        lowered = jax.jit(run, static_argnums=3).trace(x, w, scale, kind).lower(lowering_platforms=("cuda",))
+        rounding, product = kernels_of(lowered)
+        assert rounding.results[0].dtype == product.operands[0].dtype == kind
 
 
 def test_a_kernel_alone_is_the_same_to_the_compiler(lowered):

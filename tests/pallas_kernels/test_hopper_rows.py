@@ -1,0 +1,50 @@
+"""The rounding kernel, interpreted, against XLA's rounding, which test_fp8.py checks against float64."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import fp8
+from pallas_kernels.hopper_rows import AT_ONCE, round_rows
+from tests.pallas_kernels.problems import INTERPRET, raced
+
+
+def draw(seed, *shape, dtype=jnp.bfloat16):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def same(got, want):
+    """Say that scales are equal to a bit or so, as a division by a constant may be, and values but for ties then."""
+    np.testing.assert_allclose(got[1], want[1], rtol=2.0**-22)
+    for a, b in zip(got[0], want[0], strict=True):
+        assert a.dtype == b.dtype and np.mean(np.asarray(a, np.float32) == np.asarray(b, np.float32)) > 0.999
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+@pytest.mark.parametrize(
+    ("sizes", "scaled"),
+    [
+        ((128,), (False,)),  # one piece of one number a thread
+        ((896,), (True,)),  # pieces of 128
+        ((512 * (AT_ONCE + 3),), (False,)),  # a turn and what is left
+        ((1024, 512, 512), (True, False, True)),  # q, k and v: one scale for all
+        ((2 * 512 * AT_ONCE, 256), (True, True)),  # the narrowest decides how wide a piece is
+    ],
+)
+def test_the_kernel_rounds_as_xla_does(sizes, scaled, dtype):
+    xs = [draw(n, 2, 3, size) * 10.0**n for n, size in enumerate(sizes)]
+    columns = [
+        jnp.abs(draw(9, size, dtype=jnp.float32)) if own else None
+        for size, own in zip(sizes, scaled, strict=True)
+    ]
+    got = round_rows(xs, columns, dtype, interpret=INTERPRET)
+    assert not raced()
+    same(got, fp8.round_rows(xs, columns, dtype))
+
+
+def test_rows_of_zeros_and_rows_that_are_not_finite():
+    x = draw(0, 4, 256).at[0].set(0).at[1, 200].set(jnp.inf).at[2, 7].set(jnp.nan)
+    (values,), scale = round_rows((x,), (None,), jnp.float8_e4m3fn, interpret=INTERPRET)
+    product = np.asarray(values, np.float32).sum(1) * np.asarray(scale)
+    assert product[0] == 0 and not np.isfinite(product[1:3]).any() and np.isfinite(product[3])
+    same(((values[3:],), scale[3:]), fp8.round_rows((x[3:],), (None,), jnp.float8_e4m3fn))
