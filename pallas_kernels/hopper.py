@@ -112,9 +112,7 @@ def _dx(mask, sites, dys, config, interpret):
     dus, added, shrinks, scales = {}, {}, (), None
     if fp8:
         ws = [site.w for site in sites]
-        values, token_scale = round_rows(
-            dys, [w.scale for w in ws], gradient_format(ws), interpret=interpret
-        )
+        values, token_scale = round_rows(dys, [w.scale for w in ws], gradient_format(ws), interpret=interpret)
         products = [(own, site.w.values.T) for own, site in zip(values, sites, strict=True)]
         scales = Scales(token_scale, None, dtype)
     else:

@@ -16,7 +16,7 @@ from .fp8 import row_scale
 from .hopper_gemm import vary_like
 
 LANES = 128  # of a warpgroup
-AT_ONCE = 8  # pieces on their way from memory for each thread
+AT_ONCE = 12  # pieces on their way from memory for each thread
 
 
 def round_rows(xs, columns, dtype, *, interpret=None):
@@ -41,23 +41,27 @@ def round_rows(xs, columns, dtype, *, interpret=None):
         def load(ref, piece, *at):
             return plgpu.load(ref.at[(*at, piece)], layout=layout, optimized=False)
 
-        def multiplied(x, column_ref, piece):
-            wide = x.astype(jnp.float32)
-            return wide if column_ref is None else wide * load(column_ref, piece)
-
         def scope(held):
             row = lax.axis_index("row")
 
+            def fetch(ref, column_ref, pieces, *at):
+                """Load all pieces before any is stored: for all LLVM knows, a store changes what is loaded after it."""
+                columns = [None if column_ref is None else load(column_ref, piece) for piece in pieces]
+                return list(zip(pieces, [load(ref, piece, *at) for piece in pieces], columns, strict=True))
+
+            def multiplied(x, column):
+                wide = x.astype(jnp.float32)
+                return wide if column is None else wide * column
+
             def look(x_ref, column_ref, held_ref, pieces, largest):
-                for piece, x in [(piece, load(x_ref, piece, row)) for piece in pieces]:
+                for piece, x, column in fetch(x_ref, column_ref, pieces, row):
                     held_ref[piece] = x
-                    largest = jnp.maximum(largest, jnp.abs(multiplied(x, column_ref, piece)))
+                    largest = jnp.maximum(largest, jnp.abs(multiplied(x, column)))
                 return largest
 
             def write(value_ref, column_ref, held_ref, pieces, factor):
-                for piece in pieces:
-                    x = multiplied(load(held_ref, piece), column_ref, piece)
-                    value_ref[row, piece] = (x * factor).astype(dtype)
+                for piece, x, column in fetch(held_ref, column_ref, pieces):
+                    value_ref[row, piece] = (multiplied(x, column) * factor).astype(dtype)
                 return factor
 
             def sweep(visit, refs, carry):
