@@ -22,8 +22,18 @@ import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import profiler
 from jax.stages import Traced
 
-from pallas_kernels import SHRUNK, hopper, lora_delta, lora_dense_group, quantise, reference, using
+from pallas_kernels import (
+    SHRUNK,
+    hopper,
+    hopper_rows,
+    lora_delta,
+    lora_dense_group,
+    quantise,
+    reference,
+    using,
+)
 from pallas_kernels.choice import config_for, default_device
+from pallas_kernels.fp8 import round_rows
 from pallas_kernels.hopper_gemm import Extra, GemmConfig, Scales, lora_gemm
 from pallas_kernels.reference import Site
 
@@ -314,10 +324,19 @@ def loop(log, full):
 
 FP8 = {name: (*shape, 1) for name, shape in SITES.items() if name.startswith("7b") and "k/v" not in name}
 FP8["7b gate/up dx"] = (18944, 3584, 2)
+ROUNDED = {  # features of the arrays that share one scale a token, and whether W's scales join them
+    "7b q/k/v, o, gate/up": ((3584,), False),
+    "7b down": ((18944,), False),
+    "7b q/k/v, dx": ((3584, 512, 512), True),
+    "7b gate/up, dx": ((18944, 18944), True),
+}
 
 
 def fp8(log, full):
-    """Products of 8-bit numbers, 8 jobs of rank 32: by cuBLAS, with adapters beside it, and in one launch with them."""
+    """Products of 8-bit numbers, 8 jobs of rank 32: by cuBLAS, with adapters beside it, and in one launch with them.
+
+    And rounding tokens and gradients to 8 bits: by XLA, and by the kernel, whose numbers must be the same.
+    """
     jobs, tokens, rank, wide = 8, TOKENS // 8, 32, jnp.bfloat16
     cores, programs = default_device().cores, []
 
@@ -354,13 +373,27 @@ def fp8(log, full):
         given = (xs, ws, rows[0], columns[0], us, es)
         ways = {"cuBLAS alone": frozen, "cuBLAS, adapters beside it": beside, "one launch": one_launch}
         programs += [((name, how), way, given[: 2 if way is frozen else 6]) for how, way in ways.items()]
+    for name, (sizes, scaled) in ROUNDED.items():
+        xs = [draw(TOKENS, size) for size in sizes]
+        columns = [jnp.abs(draw(size, dtype=jnp.float32)) if scaled else None for size in sizes]
+        for how, rounded in (
+            ("rounded by XLA", round_rows),
+            ("rounded by the kernel", hopper_rows.round_rows),
+        ):
+            way = functools.partial(rounded, dtype=jnp.float8_e4m3fn)
+            programs.append(((name, how), way, (xs, columns)))
     alone, beside_it = {}, {}
     for (name, how), program, given in compile_all(programs):
         if isinstance(program, str):
             log.write(site=name, how=how, error=program)
             continue
         row, result = {"site": name, "how": how, "us": microseconds(program, given)}, program(*given)
-        if how == "cuBLAS alone":
+        if how == "rounded by XLA":
+            beside_it[name] = result
+        elif how == "rounded by the kernel":
+            pairs = zip(*(jax.tree.leaves(r) for r in (result, beside_it[name])), strict=True)
+            row["same"] = all(bool(jnp.all(a.astype(jnp.float32) == b.astype(jnp.float32))) for a, b in pairs)
+        elif how == "cuBLAS alone":
             alone[name] = row["us"]
         elif how == "cuBLAS, adapters beside it":
             beside_it[name] = result
