@@ -515,23 +515,19 @@ def _merge(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
+    from plora_jax.bench import on_this_device
     from plora_jax.bench.kernels import bench_kernels_command
     from plora_jax.bench.step import bench_step_command
 
-    sizes = {"jobs": args.jobs, "m": args.batch, "length": args.length, "rank": args.rank}
-    if args.what == "kernels":
-        if args.compare:
-            raise UserError("--compare peft times whole steps: plora bench step")
-        return bench_kernels_command(args.model, args.json, args.base, args.kernels, **sizes)
-    return bench_step_command(
-        args.model,
-        args.json,
-        args.base,
-        **sizes,
-        recompute=args.recompute,
-        kernels=args.kernels,
-        compare=args.compare,
-    )
+    if args.what == "kernels" and args.compare:
+        raise UserError("--compare peft times whole steps: plora bench step")
+    case = {"jobs": args.jobs, "m": args.batch, "length": args.length, "rank": args.rank}
+    run = bench_kernels_command
+    if args.what == "step":
+        case |= {"recompute": args.recompute, "compare": args.compare}
+        run = bench_step_command
+    with on_this_device(args.kernels):
+        return run(args.model, args.json, args.base, args.kernels, **case)
 
 
 def _profile(args: argparse.Namespace) -> int:

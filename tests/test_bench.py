@@ -153,6 +153,17 @@ def test_bench_predicts_with_the_kernel_that_was_asked_for(tmp_path, monkeypatch
 def test_bench_refuses_what_it_does_not_know(tmp_path, capsys):
     assert main(["bench", "step", "--model", str(tmp_path / "absent"), "--jobs", "1"]) == 2
     assert "absent" in capsys.readouterr().err
+    for what in ("step", "kernels"):
+        assert main(["bench", what, "--model", "Qwen/Qwen2.5-7B-Instruct", "--kernels", "hopper"]) == 2
+        assert "the kernel is for H100 and H200, not for cpu; use auto" in capsys.readouterr().err
+
+
+def test_bench_says_in_words_that_memory_is_too_small(tmp_path, capsys):
+    model = tiny.write_model(tmp_path / "model")
+    case = ["--model", str(model), "--batch", "1", "--rank", "8", "--length", "1000000"]
+    assert main(["bench", "kernels", *case, "--jobs", "1000000"]) == 2
+    told = capsys.readouterr().err
+    assert "cpu has not the memory for it: take fewer --jobs" in told and "Traceback" not in told
 
 
 def test_a_profile_becomes_a_cost_model_that_plans(tmp_path, capsys, monkeypatch):
