@@ -18,14 +18,13 @@ import jax.numpy as jnp
 from . import reference
 from .fp8 import Fp8Weight
 from .reference import Site, adapted
-from .tiles import SHARED_BYTES, TILE_M, GemmConfig
+from .tiles import TILE_M, GemmConfig, rows_fit
 
 MAX_RANK = 256
 MAX_ROW_WASTE = 1.07  # rows of whole tiles over tokens: beyond, the folded product of XLA is faster
 # Tiles of the widest output over blocks: below, waiting for the shrink costs more than it saves.
 MIN_WAVES = 2
 MIN_DEPTH = 896  # of either frozen product: the narrowest that was measured (Qwen2.5-0.5B)
-MAX_ROW = SHARED_BYTES // 2  # 16-bit features of a token, of all sites of a group, that are rounded together
 IMPLEMENTATIONS = ("auto", "xla", "hopper")
 # The fused kernel beats these products on Hopper, but in a loop over layers XLA copies each layer's W for it and the
 # step is slower (docs/benchmarks.md). So it serves whoever asks for it, as the step does whose layers are written out.
@@ -138,7 +137,8 @@ def choose(
     for size, what in ((d_in, "input"), *((d_out, "output") for d_out in d_outs)):
         if size % (unit := 128 if fp8 else 64):
             return Choice("xla", f"{what} features {size} are no multiple of {unit}")
-    if fp8 and (row := max(d_in, sum(d_outs))) > MAX_ROW:
+    if fp8 and not (rows_fit([d_in]) and rows_fit(d_outs)):
+        row = max(d_in, sum(d_outs))
         return Choice("xla", f"a token of {row} features to round does not fit in shared memory")
     if tokens % 8:
         return Choice("xla", f"{tokens} tokens a job are no multiple of 8")

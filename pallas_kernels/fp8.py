@@ -68,8 +68,17 @@ def round_gradients(dys, weights):
 
 
 def gradient_format(weights):
-    """Return the one format that the gradients for these weights are rounded to."""
-    (kind,) = {w.backward for w in weights}
+    """Return the one format that the gradients for these weights are rounded to.
+
+    Raises:
+      ValueError: when they ask for different ones.
+    """
+    kinds = {w.backward for w in weights}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"weights that read the same input ask for gradients in {' and '.join(sorted(kinds))}"
+        )
+    (kind,) = kinds
     return {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}[kind]
 
 
@@ -90,7 +99,7 @@ def round_rows(xs, columns, dtype):
 
 
 def row_scale(largest, dtype):
-    """Return the scale, float32, that makes the largest number of a row that of the format."""
+    """Return the float32 scale that maps the largest number of a row to the format's, SMALLEST at least."""
     return jnp.maximum(largest / float(jnp.finfo(dtype).max), SMALLEST)
 
 

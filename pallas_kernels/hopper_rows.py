@@ -23,7 +23,8 @@ def round_rows(xs, columns, dtype, *, interpret=None):
     """Round x·column of several arrays to an 8-bit format with one scale a row for all of them, as `fp8.round_rows`.
 
     Args:
-      xs: 16-bit arrays [..., D] alike but for D, multiples of 128. columns: one [D] in float32 each, or None.
+      xs: 16-bit arrays [..., D] alike but for D, multiples of 128, that fit as `rows_fit` says: `choose` sees to both.
+      columns: one [D] in float32 each, or None.
       dtype: float8_e4m3fn or float8_e5m2.
 
     Returns:
@@ -62,7 +63,7 @@ def round_rows(xs, columns, dtype, *, interpret=None):
             def write(value_ref, column_ref, held_ref, pieces, factor):
                 for piece, x, column in fetch(held_ref, column_ref, pieces):
                     value_ref[row, piece] = (multiplied(x, column) * factor).astype(dtype)
-                return factor
+                return factor  # as `sweep` wants it
 
             def sweep(visit, refs, carry):
                 """Take each array's pieces through `visit`, AT_ONCE together."""

@@ -1,20 +1,22 @@
 """`plora bench step` measures the real step: its numbers belong together, and memory is counted, not guessed."""
 
 import json
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Device, using
+from pallas_kernels import Device, Fp8Weight, lora_dense, using
 from planner import CostModel, StepShape, cpu_device, step_memory
 from planner.devices import DEVICES
 from plora_jax.bench import kernels, profile
 from plora_jax.bench import step as bench
 from plora_jax.bench.step import measure_step
-from plora_jax.bench.trace import PARTS
+from plora_jax.bench.trace import PARTS, Instruction, part_of
 from plora_jax.cli import main
 from plora_jax.errors import UserError
 from plora_jax.jobs import Job
@@ -59,6 +61,23 @@ def test_bench_step_measures_the_real_step(tmp_path, capsys):
     # what is sorted is the step: its parts and gaps are no less than half its time, and products are found
     assert sum(result["parts"].values()) > 0.5 * least
     assert result["parts"]["frozen products"] > 0 and result["parts"]["optimizer"] > 0
+
+
+def test_a_profile_knows_the_kernel_that_rounds():
+    """It is neither a frozen product, as other Mosaic kernels are, nor an adapter's, whose scope it may run in."""
+    w = Fp8Weight(*(jax.ShapeDtypeStruct(s, t) for s, t in (((128, 128), jnp.float8_e4m3fn), ((128,), "f4"))))
+    x, a = jax.ShapeDtypeStruct((1, 128, 128), jnp.bfloat16), jax.ShapeDtypeStruct((8, 128), jnp.float32)
+
+    def run(x, w, a):
+        return jax.vmap(lambda x: lora_dense(x, w, a, a.T, 1.0))(x)
+
+    with using("hopper"):
+        text = jax.jit(run).trace(x, w, a).lower(lowering_platforms=("cuda",)).as_text(debug_info=True)
+    scopes = [path for path in re.findall(r'loc\("([^"]*)"', text) if re.search(r"\brounding\b", path)]
+    assert scopes
+    for name in (*scopes, "jit(step)/lora/rounding/kernel"):
+        assert part_of("rounding_mosaic_gpu_kernel", Instruction((), "mosaic_gpu_v2", name)) == "elementwise"
+    assert part_of("body", Instruction((), "mosaic_gpu_v2", "jit(step)/kernel")) == "frozen products"
 
 
 def test_recompute_auto_takes_the_least_that_fits(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pallas_kernels
-from pallas_kernels import SHRUNK, Device, choose, lora_dense, using
+from pallas_kernels import SHRUNK, Device, Fp8Weight, choose, lora_dense, using
 from pallas_kernels.choice import config_for, tuned
 from pallas_kernels.hopper_gemm import GemmConfig
 
@@ -67,8 +67,8 @@ def test_a_mesh_that_xla_partitions_keeps_to_xla():
         assert "mesh" in choose(**CALL, device=H200).reason
 
 
-def launches(dense, over=lambda f: f):
-    """Lower a packed layer's gradients for CUDA and count the launches of the kernel."""
+def launches(dense, over=lambda f: f, d_out=64, fp8=False):
+    """Lower a packed layer's gradients for CUDA and count the launches of the kernels."""
 
     def sd(*shape, dtype=jnp.float32):
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -77,8 +77,10 @@ def launches(dense, over=lambda f: f):
         return jnp.sum(dense(x, w, a, b, scale).astype(jnp.float32) ** 2)
 
     grad = jax.jit(over(jax.vmap(jax.grad(loss, argnums=(0, 2, 3)), in_axes=(0, None, 0, 0, 0))))
-    x, w = sd(2, 256, 128, dtype=jnp.bfloat16), sd(128, 64, dtype=jnp.bfloat16)
-    lowered = grad.trace(x, w, sd(2, 8, 128), sd(2, 64, 8), sd(2)).lower(lowering_platforms=("cuda",))
+    x, w = sd(2, 256, 128, dtype=jnp.bfloat16), sd(128, d_out, dtype=jnp.bfloat16)
+    if fp8:
+        w = Fp8Weight(sd(d_out, 128, dtype=jnp.float8_e4m3fn), sd(d_out))
+    lowered = grad.trace(x, w, sd(2, 8, 128), sd(2, d_out, 8), sd(2)).lower(lowering_platforms=("cuda",))
     return count_launches(lowered.as_text())
 
 
@@ -99,6 +101,7 @@ def test_the_kernel_serves_inside_a_shard_map():
 
     with using("hopper"):
         assert launches(lora_dense, over) == 2
+        assert launches(lora_dense, over, 128, fp8=True) == 4  # with one each way that rounds
 
 
 @pytest.mark.parametrize("keep, count", [((), 3), ((SHRUNK,), 2)])

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import choose, lora_dense, using
+from pallas_kernels import choose, fp8, lora_dense, using
 from pallas_kernels.choice import implementation
+from pallas_kernels.hopper_rows import round_rows
 
 from .problems import exact, exact_of_rounded, in_fp8, packed, worst
 
@@ -75,6 +76,19 @@ def test_an_fp8_base(shape, dropout, backward):
     got = run(*problem)
     assert worst(got, exact_of_rounded(*problem)) < 8e-3
     jax.tree.map(np.testing.assert_array_equal, got, run(*problem))
+
+
+@pytest.mark.parametrize("sizes", [(128,), (256, 768), (512 * 15, 512)])
+def test_rounding_gives_the_same_numbers_as_xla(sizes):
+    """For pieces of one, two and four numbers a thread; rows that are not finite have scales that are not."""
+    draw = np.random.default_rng(0).standard_normal
+    xs = [jnp.asarray(draw((70, size)), jnp.bfloat16).at[5, 100].set(jnp.nan) for size in sizes]
+    columns = [jnp.asarray(np.abs(draw(size)), jnp.float32) for size in sizes]
+    for dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2):
+        got, want = (jax.jit(f, static_argnums=2)(xs, columns, dtype) for f in (round_rows, fp8.round_rows))
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+        assert np.isnan(got[1][5])
 
 
 @pytest.mark.parametrize("dropout", [False, True])

@@ -1,11 +1,13 @@
 """The rounding kernel, interpreted, against XLA's rounding, which test_fp8.py checks against float64."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import fp8
 from pallas_kernels.hopper_rows import AT_ONCE, round_rows
+from pallas_kernels.tiles import rows_fit
 from tests.pallas_kernels.problems import INTERPRET, raced
 
 
@@ -32,7 +34,9 @@ def same(got, want):
     ],
 )
 def test_the_kernel_rounds_as_xla_does(sizes, scaled, dtype):
-    xs = [draw(n, 2, 3, size) * 10.0**n for n, size in enumerate(sizes)]
+    # another array has the largest number in each row
+    sizes_of = [10.0 ** ((np.arange(3) + n) % len(sizes))[:, None] for n in range(len(sizes))]
+    xs = [(draw(n, 2, 3, size) * sizes_of[n]).astype(jnp.bfloat16) for n, size in enumerate(sizes)]
     columns = [
         jnp.abs(draw(9, size, dtype=jnp.float32)) if own else None
         for size, own in zip(sizes, scaled, strict=True)
@@ -42,9 +46,30 @@ def test_the_kernel_rounds_as_xla_does(sizes, scaled, dtype):
     same(got, fp8.round_rows(xs, columns, dtype))
 
 
-def test_rows_of_zeros_and_rows_that_are_not_finite():
-    x = draw(0, 4, 256).at[0].set(0).at[1, 200].set(jnp.inf).at[2, 7].set(jnp.nan)
-    (values,), scale = round_rows((x,), (None,), jnp.float8_e4m3fn, interpret=INTERPRET)
-    product = np.asarray(values, np.float32).sum(1) * np.asarray(scale)
-    assert product[0] == 0 and not np.isfinite(product[1:3]).any() and np.isfinite(product[3])
-    same(((values[3:],), scale[3:]), fp8.round_rows((x[3:],), (None,), jnp.float8_e4m3fn))
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_rows_of_zeros_and_rows_that_are_not_finite(dtype):
+    """What is not finite in one array makes the row's scale so, and with it the other array's products."""
+    x, other = draw(0, 4, 256).at[0].set(0).at[1, 200].set(jnp.inf).at[2, 7].set(jnp.nan), draw(1, 4, 128)
+    other = other.at[0].set(0)
+    got = round_rows((x, other), (None, None), dtype, interpret=INTERPRET)
+    scale = np.asarray(got[1])
+    assert not np.isfinite(scale[1:3]).any() and np.isfinite(scale[[0, 3]]).all()
+    for values in got[0]:
+        product = np.asarray(values, np.float32).sum(1) * scale
+        assert product[0] == 0 and not np.isfinite(product[1:3]).any() and np.isfinite(product[3])
+    same(([v[3:] for v in got[0]], got[1][3:]), fp8.round_rows((x[3:], other[3:]), (None, None), dtype))
+
+
+def test_what_is_said_to_fit_lowers():
+    """At the limit: a long row with short ones beside it, each of which begins anew on a KiB."""
+
+    def lower(sizes):
+        xs = [jax.ShapeDtypeStruct((4, size), jnp.bfloat16) for size in sizes]
+        run = jax.jit(lambda xs: round_rows(xs, [None] * len(xs), jnp.float8_e4m3fn))
+        return run.trace(xs).lower(lowering_platforms=("cuda",)).as_text()
+
+    beside = [128, 128]
+    longest = max(size for size in range(110_080, 2**17, 128) if rows_fit([size, *beside]))
+    assert "rounding" in lower([longest, *beside])
+    with pytest.raises(ValueError, match="smem"):
+        lower([longest + 1536, *beside])
