@@ -11,11 +11,15 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 
-from . import reference
-from .choice import asked, implementation
+from . import fp8, reference
+from .choice import asked, glu_implementation, implementation
+from .fp8 import Fp8Weight, Rounded
+from .glu import ACTIVATIONS
 from .reference import Site
 
-SHRUNK = "lora_shrunk"  # the name of scale·x·Aᵀ, [T, R], for the policies of `jax.checkpoint`: keep it
+# names for the policies of `jax.checkpoint`
+SHRUNK = "lora_shrunk"  # of scale·x·Aᵀ, [T, R]: keep it
+GATED = "lora_gated"  # of the gate and up of `lora_dense_glu`
 
 
 def lora_dense(x, w, a, b, scale, *, bias=None, mask=None):
@@ -61,8 +65,9 @@ def lora_dense_group(x, ws, adapters, *, biases=None, mask=None):
     """Apply several `lora_dense` that read the same x (q/k/v, gate/up), sharing the read of x, mask and shrink.
 
     Args:
-      x: [..., D]. ws: one [D, F] per site (None: the adapter alone). adapters: one (a, b, scale) per site, or None.
-      biases: one [F] or None per site, or None. mask: one dropout mask for all sites, or None.
+      x: [..., D], or what `lora_dense_glu` returns. ws: one [D, F] per site (None: the adapter alone). adapters: one
+        (a, b, scale) per site, or None. biases: one [F] or None per site, or None. mask: one dropout mask for all
+        sites, or None.
 
     Returns:
       One [..., F] per site.
@@ -70,6 +75,31 @@ def lora_dense_group(x, ws, adapters, *, biases=None, mask=None):
     Raises:
       ValueError: when the shapes do not fit together, or x holds no floating-point numbers.
     """
+    return _group(x, ws, adapters, biases, mask, None)
+
+
+def lora_dense_glu(x, ws, adapters, *, activation, biases=None, mask=None):
+    """Apply gate and up as `lora_dense_group`, and multiply: activation(gate)·up.
+
+    Args:
+      x, adapters, biases, mask: as for `lora_dense_group`. ws: of gate and of up, or one that holds both, gate first.
+      activation: "silu" or "gelu_tanh".
+
+    Returns:
+      [..., F] in x.dtype, as it is or as a `Rounded`, for the `lora_dense_group` of the MLP's last site. On fp8 weights
+      the unit is computed in float32, and rounded for that site, as its gradients are for these.
+
+    Raises:
+      ValueError: as `lora_dense_group`.
+    """
+    if len(ws) == 2 and all(isinstance(w, Fp8Weight) for w in ws):
+        return _group(x, ws, adapters, biases, mask, activation)
+    ys = tuple(checkpoint_name(y, GATED) for y in _group(x, ws, adapters, biases, mask, None))
+    gate, up = ys if len(ys) == 2 else jnp.split(ys[0], 2, axis=-1)
+    return ACTIVATIONS[activation](gate) * up
+
+
+def _group(x, ws, adapters, biases, mask, activation):
     biases = (None,) * len(ws) if biases is None else tuple(biases)
     if not len(ws) == len(adapters) == len(biases):
         raise ValueError(
@@ -84,12 +114,14 @@ def lora_dense_group(x, ws, adapters, *, biases=None, mask=None):
         else:
             a, b, scale = (jnp.asarray(t) for t in adapter)
             sites.append(Site(w, bias, a[None], b[None], scale[None]))
-    lead, d_in = x.shape[:-1], x.shape[-1]
+    if isinstance(x, Rounded) and not any(isinstance(w, Fp8Weight) for w in ws):
+        x = x.x
+    lead = x.shape[:-1]
     _check(x, mask, sites)
     x, sites = _alike(x, mask, sites)
-    flat = (None if t is None else t.reshape(1, -1, d_in) for t in (x, mask))
-    ys = _lora(asked())(*flat, tuple(sites))
-    return tuple(y.reshape(*lead, y.shape[-1]) for y in ys)
+    flat = jax.tree.map(lambda t: t.reshape(1, -1, t.shape[-1]), (x, mask))
+    out = _lora(asked(), activation)(*flat, tuple(sites))
+    return jax.tree.map(lambda y: y.reshape(*lead, y.shape[-1]), out)
 
 
 def _alike(x, mask, sites):
@@ -100,7 +132,7 @@ def _alike(x, mask, sites):
         missing = frozenset().union(*axes) - jax.typeof(t).manual_axis_type.varying
         return jax.lax.pcast(t, tuple(sorted(missing)), to="varying") if missing else t
 
-    return cast(x), [s if s.a is None else s._replace(a=cast(s.a), b=cast(s.b)) for s in sites]
+    return jax.tree.map(cast, x), [s if s.a is None else s._replace(a=cast(s.a), b=cast(s.b)) for s in sites]
 
 
 def _check(x, mask, sites):
@@ -130,39 +162,65 @@ def _check(x, mask, sites):
 
 
 @functools.cache
-def _lora(asked):
-    """Return the function of one asked implementation: JAX remembers by the function what it has traced of it."""
+def _lora(asked, activation):
+    """Return the function of one asked implementation: JAX remembers by the function what it has traced of it.
+
+    With an `activation` it gives the gated linear unit of its two sites.
+    """
 
     @custom_vmap
     def forward(x, mask, sites):
         return implementation(x, sites, asked).forward(x, mask, sites)
 
     @custom_vmap
-    def backward(x, mask, sites, us, dys):
-        return implementation(x, sites, asked).backward(x, mask, sites, us, dys)
+    def backward(x, mask, sites, us, dys, rounded):
+        return implementation(x, sites, asked).backward(x, mask, sites, us, dys, rounded)
+
+    @custom_vmap
+    def unit(gate, up, ws):
+        del ws  # as `_rows_rule` wants it
+        own = glu_implementation(gate, asked)
+        return jax.jit(own.round_glu, static_argnums=0)(activation, gate, up)
+
+    @custom_vmap
+    def unit_back(gate, up, dh, ws):
+        columns, kind = [w.scale for w in ws], fp8.gradient_format(ws)
+        own = glu_implementation(gate, asked)
+        return jax.jit(own.round_glu_back, static_argnums=(0, 5))(activation, gate, up, dh, columns, kind)
 
     forward.def_vmap(functools.partial(_forward_rule, forward))
     backward.def_vmap(functools.partial(_backward_rule, backward))
+    unit.def_vmap(functools.partial(_rows_rule, unit))
+    unit_back.def_vmap(functools.partial(_rows_rule, unit_back))
 
     @jax.custom_vjp
     def lora(x, mask, sites):
-        return forward(x, mask, sites)[0]
+        ys, _ = forward(x, mask, sites)
+        return unit(*ys, ()) if activation else ys
 
     def lora_fwd(x, mask, sites):
         ys, us = forward(x, mask, sites)
         # small, and made inside the launch of a whole frozen product: not to be computed again for dB
         us = jax.tree.map(lambda u: checkpoint_name(u, SHRUNK), us)
-        return ys, (x, mask, sites, us)
+        if isinstance(x, Rounded):
+            x = Rounded(x.x, None, None)
+        if not activation:
+            return ys, (x, mask, sites, us, None)
+        ys = tuple(checkpoint_name(y, GATED) for y in ys)
+        return unit(*ys, ()), (x, mask, sites, us, ys)
 
     def lora_bwd(residuals, dys):
-        x, mask, sites, us = residuals
-        dx, das, dbs = backward(x, mask, sites, us, dys)
+        x, mask, sites, us, ys = residuals
+        rounded = None
+        if activation:
+            dys, rounded = unit_back(*ys, dys.x, tuple(site.w for site in sites))
+        dx, das, dbs = backward(x, mask, sites, us, dys, rounded)
 
         def cast(site, da, db):
             return (None, None) if da is None else (da.astype(site.a.dtype), db.astype(site.b.dtype))
 
         grads = tuple(Site(None, None, *cast(*each), None) for each in zip(sites, das, dbs, strict=True))
-        return dx, None, grads
+        return Rounded(dx, None, None) if isinstance(x, Rounded) else dx, None, grads
 
     lora.defvjp(lora_fwd, lora_bwd)
     return lora
@@ -185,18 +243,19 @@ def _adapters(sites):
 
 def _jobs(n, value, batched, jobs):
     """Merge a new axis of size n in front of the job axis: [n, J, …] -> [n·J, …], broadcasting what lacks either."""
-    if value is None:
-        return None
     value = value if batched else jnp.broadcast_to(value, (n, *value.shape))
     value = jnp.broadcast_to(value, (n, jobs, *value.shape[2:]))
     return value.reshape(n * jobs, *value.shape[2:])
 
 
-def _shared(n, value, batched, jobs):
+def _shared(n, tree, batched, jobs):
     """As `_jobs`, but leave tokens that all jobs read as they are: their frozen product is computed once."""
-    if value is not None and not batched and value.shape[0] == 1:
-        return value
-    return _jobs(n, value, batched, jobs)
+
+    def share(value, is_batched):
+        shared = not is_batched and value.shape[0] == 1
+        return value if shared else _jobs(n, value, is_batched, jobs)
+
+    return jax.tree.map(share, tree, batched)
 
 
 def _adapters_as_jobs(n, sites, batched, jobs):
@@ -228,6 +287,19 @@ def _job_count(values, batched) -> int:
     return max(value.shape[1 if is_batched else 0] for value, is_batched in pairs)
 
 
+def _rows_rule(function, n, batched, *args):
+    """Batch what treats rows alike, with the frozen weights as last argument: those of more jobs are more rows."""
+    everywhere = [
+        jax.tree.map(lambda t, flag: t if flag else jnp.broadcast_to(t, (n, *t.shape)), arg, flags)
+        for arg, flags in zip(args, batched, strict=True)
+    ]
+    if _any(batched[-1]):  # weights of their own (unusual): one after another
+        out = jax.lax.map(lambda each: function(*each), everywhere)
+    else:
+        out = function(*everywhere[:-1], args[-1])
+    return out, jax.tree.map(lambda _: True, out)
+
+
 def _forward_rule(forward, n, batched, x, mask, sites):
     x_batched, mask_batched, sites_batched = batched
     if _base_batched(sites_batched):
@@ -243,30 +315,32 @@ def _forward_rule(forward, n, batched, x, mask, sites):
 
     # The same adapters on more tokens: the new axis joins the tokens, [n, J, T, D] -> [J, n·T, D].
     def join(value, is_batched):
-        if value is None:
-            return None
         value = value if is_batched else jnp.broadcast_to(value, (n, *value.shape))
         return jnp.moveaxis(value, 0, 1).reshape(value.shape[1], -1, value.shape[-1])
 
     def part(value):
         return jnp.moveaxis(value.reshape(value.shape[0], n, -1, value.shape[-1]), 1, 0)
 
-    out = jax.tree.map(part, forward(join(x, x_batched), join(mask, mask_batched), sites))
+    joined = jax.tree.map(join, (x, mask), (x_batched, mask_batched))
+    out = jax.tree.map(part, forward(*joined, sites))
     return out, jax.tree.map(lambda _: True, out)
 
 
-def _backward_rule(backward, n, batched, x, mask, sites, us, dys):
-    x_batched, mask_batched, sites_batched, us_batched, dys_batched = batched
+def _backward_rule(backward, n, batched, x, mask, sites, us, dys, rounded):
+    x_batched, mask_batched, sites_batched, us_batched, dys_batched, rounded_batched = batched
     if _base_batched(sites_batched):
-        return _vmap_reference(reference.backward, n, batched, (x, mask, sites, us, dys))
+        return _vmap_reference(reference.backward, n, batched, (x, mask, sites, us, dys, rounded))
     # Every element of the new axis owes its own dA and dB, so all of them become jobs here.
     jobs = _job_count((x, mask, us, dys), (x_batched, mask_batched, us_batched, dys_batched))
     out = backward(
         _shared(n, x, x_batched, jobs),
         _shared(n, mask, mask_batched, jobs),
         _adapters_as_jobs(n, sites, sites_batched, jobs),
-        tuple(_jobs(n, u, flag, jobs) for u, flag in zip(us, us_batched, strict=True)),
-        tuple(_jobs(n, dy, flag, jobs) for dy, flag in zip(dys, dys_batched, strict=True)),
+        *jax.tree.map(
+            lambda value, flag: _jobs(n, value, flag, jobs),
+            (us, dys, rounded),
+            (us_batched, dys_batched, rounded_batched),
+        ),
     )
     out = _split_jobs(n, jobs, out)
     return out, jax.tree.map(lambda _: True, out)

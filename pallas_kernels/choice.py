@@ -15,10 +15,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from . import fp8 as xla_fp8
 from . import reference
 from .fp8 import Fp8Weight
 from .reference import Site, adapted
-from .tiles import TILE_M, GemmConfig, rows_fit
+from .tiles import TILE_M, GemmConfig
 
 MAX_RANK = 256
 MAX_ROW_WASTE = 1.07  # rows of whole tiles over tokens: beyond, the folded product of XLA is faster
@@ -114,16 +115,8 @@ def choose(
     """
     mode = _known(mode) if mode else asked()
     device = device or default_device()
-    if mode == "xla":
-        return Choice("xla", "the default; using('auto') chooses the fused kernel where it serves")
-    if mode != "hopper" and device.capability != "9.0":
-        return Choice(
-            "xla", f"no kernel for {device.kind}: there is one for compute capability 9.0 (H100, H200)"
-        )
-    if mode != "hopper" and _partitioned_by_xla():
-        return Choice("xla", "XLA partitions this program over a mesh, which it cannot do to a kernel")
-    if jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
-        return Choice("xla", f"the kernel multiplies 16-bit numbers, not {jnp.dtype(dtype).name}")
+    if reason := _why_no_kernel(dtype, mode, device):
+        return Choice("xla", reason)
     if fp8 and jnp.dtype(dtype) != jnp.dtype(jnp.bfloat16):
         return Choice("xla", f"beside fp8 weights the kernel takes bfloat16, not {jnp.dtype(dtype).name}")
     if not ranks:
@@ -137,9 +130,6 @@ def choose(
     for size, what in ((d_in, "input"), *((d_out, "output") for d_out in d_outs)):
         if size % (unit := 128 if fp8 else 64):
             return Choice("xla", f"{what} features {size} are no multiple of {unit}")
-    if fp8 and not (rows_fit([d_in]) and rows_fit(d_outs)):
-        row = max(d_in, sum(d_outs))
-        return Choice("xla", f"a token of {row} features to round does not fit in shared memory")
     if tokens % 8:
         return Choice("xla", f"{tokens} tokens a job are no multiple of 8")
     rows = -(-tokens // TILE_M) * TILE_M
@@ -153,6 +143,19 @@ def choose(
     if mode != "hopper" and min(d_in, sum(d_outs)) < MIN_DEPTH:
         return Choice("xla", f"a frozen product of depth {min(d_in, sum(d_outs))}, below {MIN_DEPTH}")
     return Choice("hopper", f"fused kernel, {'untuned tiles' if fp8 else _source(device.kind)}")
+
+
+def _why_no_kernel(dtype, mode: str, device: Device) -> str | None:
+    """Say why no kernel serves numbers of this dtype here, None if one may."""
+    if mode == "xla":
+        return "the default; using('auto') chooses the fused kernel where it serves"
+    if mode != "hopper" and device.capability != "9.0":
+        return f"no kernel for {device.kind}: there is one for compute capability 9.0 (H100, H200)"
+    if mode != "hopper" and _partitioned_by_xla():
+        return "XLA partitions this program over a mesh, which it cannot do to a kernel"
+    if jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+        return f"the kernel multiplies 16-bit numbers, not {jnp.dtype(dtype).name}"
+    return None
 
 
 def _partitioned_by_xla() -> bool:
@@ -198,13 +201,13 @@ class _Hopper(NamedTuple):
         # a function of its own: layers that are written out one by one call it, and it is lowered once
         return jax.jit(functools.partial(hopper.forward, config=config))(x, mask, sites)
 
-    def backward(self, x, mask, sites, us, dys):
+    def backward(self, x, mask, sites, us, dys, rounded=None):
         from . import hopper
 
         depth = sum(site.d_out for site in sites)
         fp8 = isinstance(sites[0].w, Fp8Weight)
         config = config_for("backward", depth, x.shape[-1], self.device, fp8)
-        return jax.jit(functools.partial(hopper.backward, config=config))(x, mask, sites, us, dys)
+        return jax.jit(functools.partial(hopper.backward, config=config))(x, mask, sites, us, dys, rounded)
 
 
 def implementation(x, sites: tuple[Site, ...], mode: str | None = None):
@@ -229,3 +232,12 @@ def implementation(x, sites: tuple[Site, ...], mode: str | None = None):
         mode=mode,
     )
     return _Hopper(device) if choice.name == "hopper" else reference
+
+
+def glu_implementation(gate, mode: str):
+    """Return the module whose `round_glu` and `round_glu_back` serve rows like these."""
+    if gate.shape[-1] % 128 or _why_no_kernel(gate.dtype, mode, default_device()):
+        return xla_fp8
+    from . import hopper_rows
+
+    return hopper_rows

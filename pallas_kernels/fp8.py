@@ -18,6 +18,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from .glu import glu, glu_back
+
 CAPABILITY = (8, 9)  # the first that multiplies 8-bit floats (Ada; then Hopper, Blackwell)
 SMALLEST = 2.0**-100  # scale: rows of smaller numbers become zero
 
@@ -40,9 +42,63 @@ class Fp8Weight:
         return self.values.shape[::-1]
 
     def product(self, x):
-        """Compute x·W for x [T, D]: [T, F] in float32 at least, summed to x's dtype."""
-        values, scale = quantise(x)
-        return _multiply(values, self.values, 1, x.dtype) * scale[:, None] * self.scale
+        """Compute x·W for x [T, D], an array or `Rounded`: [T, F] in float32 at least, summed to x's dtype."""
+        own = rounded(x)
+        return _multiply(own.values, self.values, 1, x.dtype) * own.scale * self.scale
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rounded:
+    """Hold an array and what products with fp8 weights read of it: x ≈ values · scale.
+
+    Gradients flow to x alone.
+    """
+
+    x: Any  # [..., D]
+    values: Any  # [..., D] in E4M3
+    scale: Any  # [..., 1] in float32
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of x."""
+        return self.x.shape
+
+    @property
+    def dtype(self) -> Any:
+        """Return the dtype of x."""
+        return self.x.dtype
+
+
+def rounded(x) -> Rounded:
+    """Round an array for a product with fp8 weights; what is rounded stays as it is."""
+    if isinstance(x, Rounded):
+        return x
+    values, scale = quantise(x)
+    return Rounded(x, values, scale[..., None])
+
+
+def round_glu(activation, gate, up) -> Rounded:
+    """Compute activation(gate)·up in float32, round it to gate's dtype, and that to 8 bits.
+
+    Args:
+      activation: of `glu.ACTIVATIONS`. gate, up: [..., F].
+    """
+    return rounded(glu(activation, *_wide(gate, up)).astype(gate.dtype))
+
+
+def round_glu_back(activation, gate, up, dh, columns, dtype):
+    """Compute the gradients of `round_glu` in float32, round them to gate's dtype, and these as `round_rows`.
+
+    Returns:
+      ((dgate, dup), what `round_rows` returns for them).
+    """
+    gradients = [t.astype(gate.dtype) for t in glu_back(activation, *_wide(gate, up, dh))]
+    return gradients, round_rows(gradients, columns, dtype)
+
+
+def _wide(*arrays):
+    return [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in arrays]
 
 
 def quantise(x, dtype=jnp.float8_e4m3fn):
@@ -91,8 +147,7 @@ def round_rows(xs, columns, dtype):
     Returns:
       (values, one [..., D] in `dtype` for each x; scale [...] in float32).
     """
-    wides = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in xs]
-    wides = [x if column is None else x * column for x, column in zip(wides, columns, strict=True)]
+    wides = [x if column is None else x * column for x, column in zip(_wide(*xs), columns, strict=True)]
     largest = functools.reduce(jnp.maximum, (jnp.max(jnp.abs(x), axis=-1) for x in wides))
     scale = row_scale(largest.astype(jnp.float32), dtype)
     return [(x * (1 / scale)[..., None]).astype(dtype) for x in wides], scale
@@ -103,9 +158,9 @@ def row_scale(largest, dtype):
     return jnp.maximum(largest / float(jnp.finfo(dtype).max), SMALLEST)
 
 
-def sum_transposed(dys, weights):
-    """Compute Σ dy·Wᵀ for one dy [T, F] a weight: [T, D], as `Fp8Weight.product`."""
-    values, scale = round_gradients(dys, weights)
+def sum_transposed(dys, weights, rounded=None):
+    """Compute Σ dy·Wᵀ for one dy [T, F] a weight: [T, D], as `Fp8Weight.product`; dys may be `rounded` already."""
+    values, scale = rounded or round_gradients(dys, weights)
     parts = [_multiply(dy, w.values, 0, dys[0].dtype) for dy, w in zip(values, weights, strict=True)]
     return sum(parts[1:], parts[0]) * scale[:, None]
 

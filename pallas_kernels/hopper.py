@@ -14,7 +14,7 @@ import functools
 import jax.numpy as jnp
 
 from . import reference
-from .fp8 import Fp8Weight, gradient_format
+from .fp8 import Fp8Weight, Rounded, gradient_format
 from .hopper_gemm import DEFAULT, MAX_SHRINK, Extra, Scales, Shrink, lora_gemm, shrink_width
 from .hopper_rows import round_rows
 from .reference import Site, accumulator, adapted, job_product, masked
@@ -61,7 +61,10 @@ def forward(x, mask, sites: tuple[Site, ...], *, config=lambda site: DEFAULT, in
         wide = job_product(masked(x, mask), a, "tk,nk", jnp.float32) * scale[:, None, :]
         u = wide.astype(dtype)
     if fp8:
-        (values,), token_scale = round_rows((x,), (None,), jnp.float8_e4m3fn, interpret=interpret)
+        if isinstance(x, Rounded):
+            values, token_scale = x.values, x.scale[..., 0]
+        else:
+            (values,), token_scale = round_rows((x,), (None,), jnp.float8_e4m3fn, interpret=interpret)
         added = (wide / token_scale[:, :, None]).astype(dtype)
     starts, at = {}, 0
     for i in adapted(sites):
@@ -91,10 +94,10 @@ def forward(x, mask, sites: tuple[Site, ...], *, config=lambda site: DEFAULT, in
     return tuple(ys[i] for i in range(len(sites))), us
 
 
-def backward(x, mask, sites: tuple[Site, ...], us, dys, *, config=DEFAULT, interpret=None):
+def backward(x, mask, sites: tuple[Site, ...], us, dys, rounded=None, *, config=DEFAULT, interpret=None):
     """Compute dx, dA and dB of all sites; as `reference.backward`."""
     xm, out = masked(x, mask), reference.gradient_dtype(sites)
-    dx, dus = _dx(mask, sites, dys, config, interpret)
+    dx, dus = _dx(mask, sites, dys, rounded, config, interpret)
     das: list = [None] * len(sites)
     dbs = list(das)
     for i, du in dus.items():
@@ -103,7 +106,7 @@ def backward(x, mask, sites: tuple[Site, ...], us, dys, *, config=DEFAULT, inter
     return dx, tuple(das), tuple(dbs)
 
 
-def _dx(mask, sites, dys, config, interpret):
+def _dx(mask, sites, dys, rounded, config, interpret):
     """Return dx and, by site, du = scale·(dy·B), all from one launch where the ranks fit in it."""
     dtype, fp8 = dys[0].dtype, _is_fp8(sites)
     ranks = {i: sites[i].a.shape[1] for i in adapted(sites)}
@@ -112,7 +115,9 @@ def _dx(mask, sites, dys, config, interpret):
     dus, added, shrinks, scales = {}, {}, (), None
     if fp8:
         ws = [site.w for site in sites]
-        values, token_scale = round_rows(dys, [w.scale for w in ws], gradient_format(ws), interpret=interpret)
+        values, token_scale = rounded or round_rows(
+            dys, [w.scale for w in ws], gradient_format(ws), interpret=interpret
+        )
         products = [(own, site.w.values.T) for own, site in zip(values, sites, strict=True)]
         scales = Scales(token_scale, None, dtype)
     else:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .fp8 import Fp8Weight, sum_transposed
+from .fp8 import Fp8Weight, Rounded, sum_transposed
 
 
 class Site(NamedTuple):
@@ -34,6 +34,7 @@ def accumulator(dtype) -> jnp.dtype:
 
 def masked(x, mask):
     """Return the adapters' input: x times the dropout mask, multiplied in float32 so that 1/(1-p) is not rounded."""
+    x = x.x if isinstance(x, Rounded) else x
     if mask is None:
         return x
     acc = accumulator(x.dtype)
@@ -88,14 +89,21 @@ def job_product(x, y, dims: str, out_dtype):
 
 
 def _frozen(x, w):
-    return w.product(x) if isinstance(w, Fp8Weight) else x @ w.astype(x.dtype)
+    """Return x·W, one product over the tokens of all jobs."""
+    flat = jax.tree.map(lambda t: t.reshape(-1, t.shape[-1]), x)
+    if isinstance(w, Fp8Weight):
+        return w.product(flat)
+    return masked(flat, None) @ w.astype(x.dtype)
 
 
-def _frozen_transposed(dys, ws):
+def _frozen_transposed(dys, ws, rounded):
     """Return Σ dy·Wᵀ term by term; of fp8 weights in one."""
     pairs = [(dy.reshape(-1, dy.shape[-1]), w) for dy, w in zip(dys, ws, strict=True) if w is not None]
     eight = [pair for pair in pairs if isinstance(pair[1], Fp8Weight)]
-    terms = [sum_transposed(*zip(*eight, strict=True))] if eight else []
+    if rounded is not None:
+        values, scale = rounded
+        rounded = [v.reshape(-1, v.shape[-1]) for v in values], scale.reshape(-1)
+    terms = [sum_transposed(*zip(*eight, strict=True), rounded)] if eight else []
     wide = (pair for pair in pairs if not isinstance(pair[1], Fp8Weight))
     return terms + [jnp.einsum("tf,df->td", dy, w.astype(dy.dtype)) for dy, w in wide]
 
@@ -104,7 +112,7 @@ def forward(x, mask, sites: tuple[Site, ...]):
     """Compute y = x·W + bias + scale·((x·mask)·Aᵀ)·Bᵀ for all sites that read x.
 
     Args:
-      x: [Jx, T, D], Jx is J or 1. mask: [Jm, T, D] or None. sites: adapters of J jobs.
+      x: [Jx, T, D], Jx is J or 1, an array or `Rounded`. mask: [Jm, T, D] or None. sites: adapters of J jobs.
 
     Returns:
       (ys, us): y per site [J, T, F] (Jx in place of J without adapter), and per site the scaled shrink
@@ -120,8 +128,7 @@ def forward(x, mask, sites: tuple[Site, ...]):
     for site, u in zip(sites, us, strict=True):
         terms = []
         if site.w is not None:
-            # one product over the tokens of all jobs
-            base = _frozen(x.reshape(-1, x.shape[-1]), site.w)
+            base = _frozen(x, site.w)
             terms.append(base.reshape(*x.shape[:2], site.d_out).astype(acc))
         if u is not None:
             terms.append(job_product(u, site.b.astype(x.dtype), "tk,nk", x.dtype).astype(acc))
@@ -131,18 +138,19 @@ def forward(x, mask, sites: tuple[Site, ...]):
     return tuple(ys), us
 
 
-def backward(x, mask, sites: tuple[Site, ...], us, dys):
+def backward(x, mask, sites: tuple[Site, ...], us, dys, rounded=None):
     """Compute the gradients of `forward` with respect to x and the adapters; W has none by design.
 
     Args:
       x, mask, sites: as for `forward`. us: its second result. dys: cotangents [J, T, F], one a site.
+      rounded: `fp8.round_gradients` of dys where they are known already, all sites' weights being fp8.
 
     Returns:
       (dx, das, dbs): dx [J, T, D] in x's dtype (one per job also when x was shared), dA [J, R, D] and
       dB [J, F, R] per site in the adapter's dtype, None where a site has no adapter.
     """
     dtype, acc = x.dtype, accumulator(x.dtype)
-    frozen = _frozen_transposed(dys, [site.w for site in sites])
+    frozen = _frozen_transposed(dys, [site.w for site in sites], rounded)
     terms = [term.reshape(*dys[0].shape[:2], x.shape[-1]).astype(acc) for term in frozen]
     das: tuple[jax.Array | None, ...] = (None,) * len(sites)
     dbs = list(das)

@@ -36,8 +36,3 @@ def fit_shared(config: GemmConfig, widths: list[int]) -> tuple[GemmConfig, int]:
                 if size(stages, a_stages, out_slots) <= SHARED_BYTES:
                     return dataclasses.replace(config, stages=stages, out_slots=out_slots), a_stages
     raise ValueError(f"{config} with ranks {widths} does not fit in shared memory")
-
-
-def rows_fit(sizes) -> bool:
-    """Say whether a row of 16-bit numbers of each size fits in shared memory, where every array begins on a KiB."""
-    return sum(-(-2 * size // 1024) * 1024 for size in sizes) <= SHARED_BYTES

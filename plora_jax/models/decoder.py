@@ -17,7 +17,15 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from pallas_kernels import SHRUNK, Fp8Weight, by_default, lora_dense_group
+from pallas_kernels import (
+    GATED,
+    SHRUNK,
+    Fp8Weight,
+    Rounded,
+    by_default,
+    lora_dense_glu,
+    lora_dense_group,
+)
 from plora_jax.models.attention import FULL, attend, attend_past, check_attention, heads_first, visible
 from plora_jax.models.config import SOURCES, ModelConfig
 from plora_jax.models.rope import Rope, frequencies
@@ -25,11 +33,6 @@ from plora_jax.models.table import norm_keys
 from plora_jax.training.dropout import Dropout, dropout_mask
 
 INPUT = "layer_input"  # what checkpoint_name calls a layer's input
-
-ACTIVATION: dict[str, Callable[[Array], Array]] = {
-    "silu": jax.nn.silu,
-    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
-}
 
 
 class LoRA(NamedTuple):
@@ -172,33 +175,31 @@ class Layer(nnx.Module):
         x = x + (self.attn_post(h) if c.post_norm else h)
 
         h = self.mlp_pre(x) if c.pre_norm else x
-        gate, up = _parts(project("mlp_in", h), (1, 1), c.d_ff)
-        h = (ACTIVATION[c.activation](gate) * up)[..., 0, :]  # [B, S, d_ff]
+        (h,) = project("mlp_in", h, activation=c.activation)  # [B, S, d_ff]
         (h,) = project("mlp_act", h)
         return x + (self.mlp_post(h) if c.post_norm else h), (heads_first(k), heads_first(v))
 
     def project(
         self,
         source: str,
-        x: Float[Array, "B S d_in"],
+        x: Float[Array, "B S d_in"] | Rounded,
+        activation: str | None = None,
         *,
         adapters: Adapters,
         flow: Flow,
         which: Which,
         runtime: Runtime,
     ) -> tuple[Float[Array, "B S d_out"], ...]:
-        """Apply the sites that read one source, each with its adapter if it has one."""
+        """Apply the sites that read one source, each with its adapter if any; with an activation, gate and up."""
         sites = self.config.sites_of(source)
         linears = [getattr(self, site.name) for site in sites]
         lora = tuple(adapters.get(site.name) for site in sites)
         mask = flow.mask(which.layer, source) if flow.mask and any(a is not None for a in lora) else None
-        ys = lora_dense_group(
-            x,
-            tuple(linear.weight(x.dtype, runtime) for linear in linears),
-            lora,
-            biases=tuple(None if l.bias is None else l.bias[...].astype(x.dtype) for l in linears),
-            mask=mask,
-        )
+        weights = tuple(linear.weight(x.dtype, runtime) for linear in linears)
+        biases = tuple(None if l.bias is None else l.bias[...].astype(x.dtype) for l in linears)
+        if activation:
+            return (lora_dense_glu(x, weights, lora, activation=activation, biases=biases, mask=mask),)
+        ys = lora_dense_group(x, weights, lora, biases=biases, mask=mask)
         return tuple(checkpoint_name(y, source) for y in ys)
 
     def norm_qk(self, q: Float[Array, "B S N H"], k: Float[Array, "B S K H"]) -> tuple[Array, Array]:
@@ -361,7 +362,7 @@ def recomputing(layer: Callable[..., Any], policy: str, runtime: Runtime) -> Cal
         return layer
     # cuDNN's own output is kept below
     attention = () if runtime.attention == "cudnn" else ("attention",)
-    names = (*attention, *SOURCES[:3]) if policy == "dots" else ()
+    names = (*attention, *SOURCES[:2], GATED) if policy == "dots" else ()
     named = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[SHRUNK, *names],
         names_which_can_be_offloaded=[INPUT] if policy == "offload" else [],

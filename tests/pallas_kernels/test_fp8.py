@@ -139,8 +139,6 @@ def test_who_serves_it():
     assert choose(*case, device=h200, mode="auto", fp8=True).name == "hopper"
     half = choose("float16", *case[1:], device=h200, mode="hopper", fp8=True)
     assert half == ("xla", "beside fp8 weights the kernel takes bfloat16, not float16")
-    long = choose("bfloat16", 8, 1024, 3584, (2**17,), (32,), device=h200, mode="hopper", fp8=True)
-    assert long == ("xla", "a token of 131072 features to round does not fit in shared memory")
     narrow = choose("bfloat16", 8, 1024, 3584, (3584, 192), (32,), device=h200, mode="hopper", fp8=True)
     assert narrow == ("xla", "output features 192 are no multiple of 128")
 

@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import choose, fp8, lora_dense, using
+from pallas_kernels import choose, fp8, hopper_rows, lora_dense, using
 from pallas_kernels.choice import implementation
-from pallas_kernels.hopper_rows import round_rows
 
 from .problems import exact, exact_of_rounded, in_fp8, packed, worst
 
@@ -85,10 +84,34 @@ def test_rounding_gives_the_same_numbers_as_xla(sizes):
     xs = [jnp.asarray(draw((70, size)), jnp.bfloat16).at[5, 100].set(jnp.nan) for size in sizes]
     columns = [jnp.asarray(np.abs(draw(size)), jnp.float32) for size in sizes]
     for dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2):
-        got, want = (jax.jit(f, static_argnums=2)(xs, columns, dtype) for f in (round_rows, fp8.round_rows))
+        got, want = (
+            jax.jit(f, static_argnums=2)(xs, columns, dtype) for f in (hopper_rows.round_rows, fp8.round_rows)
+        )
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
         assert np.isnan(got[1][5])
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("size", [128, 4864, 18944])
+def test_the_gated_unit_gives_the_same_numbers_as_xla(size, activation):
+    """For rows of one, two and four warpgroups, and the same bits again; NaN and a gate of -3e38 stay in their rows."""
+    draw = np.random.default_rng(0).standard_normal
+    gate, up, dh = (jnp.asarray(3 * draw((500, size)), jnp.bfloat16) for _ in range(3))
+    gate = gate.at[5, 100].set(jnp.nan).at[6, 100].set(-3e38)
+    columns = [jnp.asarray(np.abs(draw(size)), jnp.float32) for _ in range(2)]
+
+    def both(own):
+        unit = own.round_glu(activation, gate, up)
+        return unit, own.round_glu_back(activation, gate, up, dh, columns, jnp.float8_e4m3fn)
+
+    (got, again), want = (jax.jit(both, static_argnums=0)(hopper_rows) for _ in range(2)), both(fp8)
+    jax.tree.map(np.testing.assert_array_equal, got, again)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = (np.asarray(t, np.float32) for t in (a, b))
+        assert np.mean((a == b) | (np.isnan(a) & np.isnan(b))) > 0.99
+    assert np.isnan(got[0].scale[5, 0]) and np.isfinite(np.delete(got[0].scale, 5)).all()
+    assert np.isnan(got[1][1][1][5]) and np.isfinite(np.delete(got[1][1][1], 5)).all()
 
 
 @pytest.mark.parametrize("dropout", [False, True])
