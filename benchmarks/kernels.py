@@ -336,7 +336,7 @@ def fp8(log, full):
     """Products of 8-bit numbers, 8 jobs of rank 32: by cuBLAS, with adapters beside it, and in one launch with them.
 
     And rounding tokens and gradients to 8 bits, as they are or of the gated unit: by XLA and by the kernel, with the
-    share of its numbers that are the same.
+    share of numbers that are the same (of the unit fewer: XLA does not round it to 16 bits first).
     """
     jobs, tokens, rank, wide = 8, TOKENS // 8, 32, jnp.bfloat16
     cores, programs = default_device().cores, []
@@ -377,12 +377,12 @@ def fp8(log, full):
     rounding = {"rounded by XLA": xla_fp8, "rounded by the kernel": hopper_rows}
     for name, (sizes, scaled) in ROUNDED.items():
         xs = [draw(TOKENS, size) for size in sizes]
-        columns = [jnp.abs(draw(size, dtype=jnp.float32)) if scaled else None for size in sizes]
+        columns = [jnp.abs(draw(size)) if scaled else None for size in sizes]
         for how, own in rounding.items():
             way = functools.partial(own.round_rows, dtype=jnp.float8_e4m3fn)
             programs.append(((name, how), way, (xs, columns)))
     gate, up, dh = (draw(TOKENS, 18944) for _ in range(3))
-    columns = [jnp.abs(draw(18944, dtype=jnp.float32)) for _ in range(2)]
+    columns = [jnp.abs(draw(18944)) for _ in range(2)]
     for how, own in rounding.items():
         way = functools.partial(own.round_glu, "silu")
         programs.append((("7b silu(gate)·up", how), way, (gate, up)))
@@ -398,9 +398,7 @@ def fp8(log, full):
             beside_it[name] = result
         elif how == "rounded by the kernel":
             pairs = zip(*(jax.tree.leaves(r) for r in (result, beside_it[name])), strict=True)
-            row["same"] = min(
-                float(jnp.mean(a.astype(jnp.float32) == b.astype(jnp.float32))) for a, b in pairs
-            )
+            row["same"] = [float(jnp.mean(a.astype(jnp.float32) == b.astype(jnp.float32))) for a, b in pairs]
         elif how == "cuBLAS alone":
             alone[name] = row["us"]
         elif how == "cuBLAS, adapters beside it":

@@ -16,3 +16,4 @@ from .choice import using as using
 from .fp8 import Fp8Weight as Fp8Weight
 from .fp8 import Rounded as Rounded
 from .fp8 import quantise as quantise
+from .fp8 import quantise_weight as quantise_weight

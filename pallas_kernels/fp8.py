@@ -27,7 +27,7 @@ SMALLEST = 2.0**-100  # scale: rows of smaller numbers become zero
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Fp8Weight:
-    """Hold one frozen weight W [D, F] as values [F, D] in E4M3 times a scale [F].
+    """Hold one frozen weight W [D, F] as values [F, D] in E4M3 times a scale [F], in float32 or bfloat16.
 
     `backward` is the format that output gradients are rounded to: e4m3 has the precision, e5m2 the range.
     """
@@ -112,6 +112,20 @@ def quantise(x, dtype=jnp.float8_e4m3fn):
     """
     (values,), scale = round_rows((x.astype(jnp.float32),), (None,), dtype)
     return values, scale
+
+
+def quantise_weight(w):
+    """Round weights [..., F, D] as `quantise`, to scales that bfloat16 holds: gradients read them for every token.
+
+    Returns:
+      (values [..., F, D] in E4M3, scale [..., F] in bfloat16).
+    """
+    wide = w.astype(jnp.float32)
+    exact = row_scale(jnp.max(jnp.abs(wide), axis=-1), jnp.float8_e4m3fn)
+    scale = (exact * (1 + 2.0**-8)).astype(
+        jnp.bfloat16
+    )  # not below: the largest number would leave the format
+    return (wide * (1 / scale.astype(jnp.float32))[..., None]).astype(jnp.float8_e4m3fn), scale
 
 
 def round_gradients(dys, weights):

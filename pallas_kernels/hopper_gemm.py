@@ -54,7 +54,7 @@ class Scales(NamedTuple):
     """Multiply the sums of products of 8-bit numbers, and what is added to them but the bias, at the end."""
 
     rows: jax.Array  # [J, T] float32
-    columns: jax.Array | None  # [N] float32
+    columns: jax.Array | None  # [N] float32 or bfloat16
     dtype: Any  # of the result and of `Extra`s
 
 

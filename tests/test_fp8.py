@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Device, quantise
+from pallas_kernels import Device, quantise_weight
 from planner.devices import DEVICES
 from plora_jax import adapters as lora
 from plora_jax.cli import main
@@ -54,7 +54,7 @@ def test_the_layers_weights_are_rounded_and_nothing_else(model: Path) -> None:
             continue
         sites.remove(path[1])
         whole = exact.params["layers"][path[1]]["w"][...]
-        values, scale = quantise(whole.swapaxes(1, 2))
+        values, scale = quantise_weight(whole.swapaxes(1, 2))
         held, own_scale = found.pop(path)[...], found.pop((*path[:-1], "scale"))[...]
         assert held.dtype == jnp.float8_e4m3fn and own_scale.shape == held.shape[:2]  # one an output feature
         np.testing.assert_array_equal(held, values)
@@ -64,7 +64,7 @@ def test_the_layers_weights_are_rounded_and_nothing_else(model: Path) -> None:
 
 def test_random_weights_are_those_of_bf16_rounded(model: Path) -> None:
     rounded, plain = (load_base(str(model), precision=p, random_weights=True) for p in ("fp8", "bf16"))
-    values, scale = quantise(plain.model().layers.up_proj.w[...].swapaxes(1, 2))
+    values, scale = quantise_weight(plain.model().layers.up_proj.w[...].swapaxes(1, 2))
     np.testing.assert_array_equal(rounded.model().layers.up_proj.w[...], values)
     np.testing.assert_array_equal(rounded.model().layers.up_proj.scale[...], scale)
 

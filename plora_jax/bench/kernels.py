@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_kernels import Fp8Weight, choose, default_device, lora_dense_group, quantise, using
+from pallas_kernels import Fp8Weight, choose, default_device, lora_dense_group, quantise_weight, using
 from pallas_kernels.fp8 import why_not
 from plora_jax.errors import UserError
 from plora_jax.models.config import SOURCES, Site
@@ -78,7 +78,7 @@ def _random(
     x = draw(jobs, tokens, sites[0].d_in, kind=dtype, scale=1.0)
     ws: list[Any] = [draw(site.d_in, site.d_out, kind=dtype) for site in sites]
     if fp8:
-        ws = [Fp8Weight(*quantise(w.T)) for w in ws]
+        ws = [Fp8Weight(*quantise_weight(w.T)) for w in ws]
     factors = [(draw(jobs, rank, site.d_in), draw(jobs, site.d_out, rank)) for site in sites]
     return x, ws, factors
 

@@ -107,7 +107,7 @@ class Linear(nnx.Module):
     def __init__(self, stack: tuple[int, ...], d_in: int, d_out: int, bias: bool, dtype: Any, fp8: bool):
         shape, kind = ((d_out, d_in), jnp.float8_e4m3fn) if fp8 else ((d_in, d_out), dtype)
         self.w = nnx.Param(jnp.zeros((*stack, *shape), kind))
-        self.scale = nnx.Param(jnp.zeros((*stack, d_out), jnp.float32)) if fp8 else None
+        self.scale = nnx.Param(jnp.zeros((*stack, d_out), jnp.bfloat16)) if fp8 else None
         self.bias = nnx.Param(jnp.zeros((*stack, d_out), dtype)) if bias else None
 
     def weight(self, dtype: Any, runtime: Runtime) -> Float[Array, "d_in d_out"] | Fp8Weight:

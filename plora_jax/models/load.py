@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Sharding
 
-from pallas_kernels import default_device, quantise
+from pallas_kernels import default_device, quantise_weight
 from pallas_kernels.fp8 import why_not
 from plora_jax.errors import UserError
 from plora_jax.models import gguf
@@ -214,7 +214,7 @@ def _scale(path: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*path[:-1], "scale")
 
 
-_quantise = jax.jit(quantise)
+_quantise = jax.jit(quantise_weight)
 
 
 @partial(jax.jit, static_argnums=1)
@@ -273,6 +273,6 @@ def _normal(sharding: Sharding | None) -> Callable[..., jax.Array]:
 @cache
 def _normal_fp8(*shardings: Sharding | None) -> Callable[..., tuple[jax.Array, jax.Array]]:
     def draw(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> tuple[jax.Array, jax.Array]:
-        return quantise(_normal(None)(key, shape, dtype, 0.0).swapaxes(-1, -2))
+        return quantise_weight(_normal(None)(key, shape, dtype, 0.0).swapaxes(-1, -2))
 
     return jax.jit(draw, static_argnums=(1, 2), out_shardings=shardings)

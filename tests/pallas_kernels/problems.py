@@ -8,7 +8,7 @@ import numpy as np
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import Fp8Weight, quantise, reference
+from pallas_kernels import Fp8Weight, quantise, quantise_weight, reference
 from pallas_kernels.fp8 import round_gradients
 from pallas_kernels.hopper_gemm import GemmConfig
 from pallas_kernels.reference import Site
@@ -67,7 +67,7 @@ def exact(x, mask, sites, dys):
 
 def in_fp8(sites, backward):
     """Return the sites with their weights rounded to fp8."""
-    return tuple(site._replace(w=Fp8Weight(*quantise(site.w.T), backward)) for site in sites)
+    return tuple(site._replace(w=Fp8Weight(*quantise_weight(site.w.T), backward)) for site in sites)
 
 
 def exact_of_rounded(x, mask, sites, dys):

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import Device, Fp8Weight, choose, lora_dense_group, quantise, using
+from pallas_kernels import Device, Fp8Weight, choose, lora_dense_group, quantise, quantise_weight, using
 from pallas_kernels.fp8 import round_gradients, why_not
 from tests.pallas_kernels.problems import count_launches, relative, stood_for
 
@@ -41,12 +41,27 @@ def test_rows_of_zeros_of_tiny_numbers_and_of_none():
     assert np.all(product[:2] == 0) and not np.isfinite(product[2:4]).any() and product[4] == pytest.approx(3)
 
 
+def test_weights_have_scales_that_bfloat16_holds_and_stay_within_the_format():
+    """For largest numbers all over an octave of bfloat16: none above the format's, none a step of its below it."""
+    largest = np.linspace(1, 2, 1001, dtype=np.float32) * 2.0**-40
+    w = np.random.default_rng(0).uniform(-1, 1, (1001, 64)).astype(np.float32) * largest[:, None]
+    w[:, 7] = largest
+    values, scale = quantise_weight(w)
+    assert scale.dtype == jnp.bfloat16
+    assert np.all(np.asarray(values, np.float32)[:, 7] == 448)
+    assert np.all(largest / np.asarray(scale, np.float32) <= 448)
+    # half a unit in the last place of three bits, of numbers near the format's largest
+    near = np.abs(w) > largest[:, None] / 2
+    assert np.abs(stood_for(values, scale) / w - 1)[near].max() <= 2.0**-4
+    assert np.isfinite(np.asarray(quantise_weight(np.zeros((1, 64), np.float32))[1], np.float32)).all()
+
+
 T, D, F, R, J = 6, 64, 48, 4, 3
 
 
 def weights(seed=0, backward="e4m3"):
     w = np.random.default_rng(seed).standard_normal((F, D)) * np.logspace(-3, 0, F)[:, None] / D**0.5
-    return Fp8Weight(*quantise(jnp.asarray(w, jnp.float32)), backward), w
+    return Fp8Weight(*quantise_weight(jnp.asarray(w, jnp.float32)), backward), w
 
 
 @pytest.mark.parametrize("backward", ["e4m3", "e5m2"])
