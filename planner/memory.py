@@ -101,10 +101,7 @@ def _written_out(shape: ModelShape, step: StepShape, precision: str, device: Dev
 
 
 def may_fuse(shape: ModelShape, step: StepShape, precision: str, device: DeviceSpec) -> bool:
-    """Say whether the fused kernel serves gate and up of this step, given slots enough.
-
-    As `pallas_kernels.choose`, but for d_ff above 57,600 on an fp8 base, which no known model has.
-    """
+    """Say whether the fused kernel serves gate and up of this step, given slots enough, as `pallas_kernels.choose`."""
     rows, unit = step.m * step.S, 128 if precision == "fp8" else 64
     return (
         device.fused > 0
