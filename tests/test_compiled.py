@@ -1,5 +1,6 @@
 """Programs are kept on disk by version, and found again."""
 
+import contextlib
 from importlib.metadata import version
 
 import jax
@@ -15,9 +16,9 @@ from plora_jax.training.step import init_pack, make_train_step, pack_spec
 from tests import tiny
 
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    """Keep programs in an empty directory, and put JAX's settings back."""
+@contextlib.contextmanager
+def caching(folder):
+    """Keep programs in a directory, and put JAX's settings back."""
     from jax.experimental.compilation_cache import compilation_cache
 
     names = (
@@ -26,14 +27,22 @@ def cache(tmp_path, monkeypatch):
         "jax_enable_compilation_cache",
     )
     before = {name: getattr(jax.config, name) for name in names}
-    monkeypatch.setenv("PLORA_CACHE", str(tmp_path / "cache"))
-    jax.config.update("jax_compilation_cache_dir", None)
-    jax.config.update("jax_enable_compilation_cache", True)
-    compilation_cache.reset_cache()
-    yield tmp_path / "cache"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PLORA_CACHE", str(folder))
+        jax.config.update("jax_compilation_cache_dir", None)
+        jax.config.update("jax_enable_compilation_cache", True)
+        compilation_cache.reset_cache()
+        yield folder
     for name, value in before.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """Keep programs in an empty directory."""
+    with caching(tmp_path / "cache") as folder:
+        yield folder
 
 
 def test_a_step_that_was_compiled_once_is_found_by_the_next_pack(cache, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,9 +22,12 @@ from plora_jax.training import compiled, kept
 from plora_jax.training.kept import KeptStep
 from plora_jax.training.step import init_pack, make_train_step, pack_spec
 from tests import tiny
-from tests.test_compiled import cache  # noqa: F401  a fixture
+from tests.test_compiled import cache, caching  # noqa: F401  a fixture
 
-JOBS = [Job(rank=3, batch_size=2, learning_rate=0.01), Job(rank=4, batch_size=2, learning_rate=0.1)]
+SITES = ("q_proj", "down_proj")  # each is a cost to compile
+JOBS = [
+    Job(rank=rank, batch_size=2, learning_rate=rate, targets=SITES) for rank, rate in ((3, 0.01), (4, 0.1))
+]
 RUNTIME = Runtime(segments=False)
 AT = (2, 8, 8)  # m, S, P
 
@@ -41,6 +45,25 @@ def keeps(cache):  # noqa: F811
     compiled.keep_programs()
     yield kept.folder()
     kept._found.clear()
+
+
+@pytest.fixture(scope="module")
+def made(base, tmp_path_factory):
+    """Keep the step once; give the folder of its programs, and what training by it came to."""
+    with caching(tmp_path_factory.mktemp("made") / "cache"):
+        forget()
+        compiled.keep_programs()
+        want = train(base, kept_step(base))
+        return kept.folder().parent, want
+
+
+@pytest.fixture
+def kept_before(made, keeps):
+    """Be a process that finds the step kept; give its file, and what training by it came to."""
+    shutil.copytree(made[0], keeps.parent, dirs_exist_ok=True)
+    forget()
+    (file,) = keeps.iterdir()
+    return file, made[1]
 
 
 @pytest.fixture
@@ -177,9 +200,9 @@ def test_the_source_counts(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("harm", ["torn", "flipped", "empty", "of another world"])
-def test_a_file_that_is_not_whole_is_written_anew(base, keeps, harm):
-    want = train(base, kept_step(base))
-    (file,) = keeps.iterdir()
+def test_a_file_that_is_not_whole_is_written_anew(base, keeps, kept_before, harm):
+    file, want = kept_before
+    assert kept_step(base)._seek(AT).result() is not None
     whole = file.read_bytes()
     broken = {
         "torn": whole[:-1],
@@ -198,19 +221,18 @@ def test_a_file_that_is_not_whole_is_written_anew(base, keeps, harm):
 
 
 @pytest.mark.parametrize("open_to_others", ["file", "folder"])
-def test_what_others_may_write_is_not_run(base, keeps, open_to_others):
-    train(base, kept_step(base), 1)
-    (file,) = keeps.iterdir()
+def test_what_others_may_write_is_not_run(base, keeps, kept_before, open_to_others):
+    file, _ = kept_before
+    assert kept_step(base)._seek(AT).result() is not None
     assert file.stat().st_mode & 0o77 == 0
     (file if open_to_others == "file" else keeps).chmod(0o777)
     forget()
     assert kept_step(base)._seek(AT).result() is None
 
 
-def test_what_jax_found_in_its_own_cache_is_not_written_again(base, keeps):
+def test_what_jax_found_in_its_own_cache_is_not_written_again(base, kept_before):
     """XLA on CPU leaves functions out of a program that it has read itself, which then fails as it runs."""
-    want = train(base, kept_step(base))
-    (file,) = keeps.iterdir()
+    file, want = kept_before
     file.unlink()
     forget()
     assert equal(want, train(base, kept_step(base)))
@@ -240,7 +262,8 @@ def test_a_run_finds_the_step_of_the_run_before(tmp_path, keeps, monkeypatch):
     """The driver's command, twice: the second has no step that could be traced, and ends with the same losses."""
     model = tiny.write_model(tmp_path / "model", num_hidden_layers=1)
     tiny.write_weights(model)
-    path = tiny.write_sweep(tmp_path, search={"rank": [4], "learning_rate": [0.01, 0.1]})
+    search, train = {"rank": [4], "learning_rate": [0.01, 0.1]}, {"batch_size": 2, "targets": [*SITES]}
+    path = tiny.write_sweep(tmp_path, search=search, train=train)
     losses = []
     for name in ("one", "two"):
         forget()

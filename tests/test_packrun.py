@@ -38,7 +38,7 @@ DATA = {"train": "train.jsonl", "eval": "eval.jsonl", "max_length": 16}
 
 def run(root, out, *options, search, code=0, **sections):
     """Run a sweep and return its leaderboard by job_id."""
-    fixed = {"batch_size": 3, "epochs": 4} | sections.pop("train", {})
+    fixed = {"batch_size": 3, "epochs": 4, "targets": ["q_proj", "down_proj"]} | sections.pop("train", {})
     train = {name: value for name, value in fixed.items() if name not in search}
     path = tiny.write_sweep(root, data=DATA, search=search, train=train, **sections)
     assert main(["sweep", str(path), "--out", str(out), *options]) == code
@@ -178,7 +178,8 @@ def test_a_stopped_jobs_slot_is_refilled_by_the_same_program(root, tmp_path, com
 
 def test_a_job_that_diverges_is_told_from_the_base_model_at_its_first_score(root, tmp_path):
     stop = {"method": "plateau", "max_loss_ratio": 1.0, "every": 0.25}
-    train, search = {"scheduler": "constant", "max_grad_norm": 0}, {"learning_rate": [0.01, 1.0], "rank": [4]}
+    train = {"scheduler": "constant", "max_grad_norm": 0, "targets": "all-linear"}
+    search = {"learning_rate": [0.01, 1.0], "rank": [4]}
     often = {"every_steps": 1}
     rows = run(root, tmp_path / "run", search=search, train=train, eval=often, early_stop=stop)
     base = json.loads((tmp_path / "run" / "leaderboard.json").read_text())["base"]["loss"]

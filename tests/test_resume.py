@@ -37,7 +37,7 @@ def sweep_file(tmp_path_factory):
         root,
         data={"train": "train.jsonl", "eval": "eval.jsonl", "max_length": 16},
         search={"jobs": jobs},
-        train={"batch_size": 3, "dropout": 0.1},
+        train={"batch_size": 3, "dropout": 0.1, "targets": ["q_proj", "down_proj"]},
         eval={"every_steps": 5},
     )
 

@@ -16,7 +16,7 @@ from tests.test_packrun import arm, events, lines, root, run  # noqa: F401  fixt
 
 RATES = [1.0, 3.0, 0.05, 2.0, 0.02, 0.03, 0.5, 0.01, 0.1]
 SEARCH = {"jobs": [{"learning_rate": rate, "rank": 4 if n % 2 else 12} for n, rate in enumerate(RATES)]}
-MORE = {"train": {"epochs": 6, "max_grad_norm": 0, "slots": 4, "keep": "last"}}
+MORE = {"train": {"epochs": 6, "max_grad_norm": 0, "slots": 4, "keep": "last", "targets": "all-linear"}}
 
 
 def stop(method="asha", pause="always", **more):

@@ -92,7 +92,8 @@ def test_written_out_layers_that_recompute_hold_less(tmp_path):
     wide = {"intermediate_size": 512, "num_hidden_layers": 8}
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | wide))
     base = abstract_base(str(tmp_path), dtype=jnp.float32)
-    spec = pack_spec(base.config, [Job(rank=8, batch_size=2, max_steps=1)], m=2)
+    job = Job(rank=8, batch_size=2, max_steps=1, targets=("down_proj",))
+    spec = pack_spec(base.config, [job], m=2)
 
     def temporary(**fields):
         step = make_train_step(base, spec, Runtime(unroll=8, **fields))
