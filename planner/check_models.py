@@ -104,15 +104,16 @@ def pack_bytes(
     if policy == "offload" and tokens * shape.n_layers * shape.d_model * wide > 64e9:
         return math.inf  # more than JAX pins
     kept = tokens * {"layer": shape.d_model, "dots": products, "none": everything, "offload": 0}[policy]
+    rows = m * S
+    filled = rows % 8 == 0 and math.ceil(rows / 128) * 128 <= 1.07 * rows and max(slots) <= 256
+    unit = {"bf16": 64, "fp8": 128}.get(precision, math.inf)
+    deep = shape.d_model >= 896 and shape.d_model % unit == 0 and shape.d_ff % unit == 0
+    fused = devices.spec.fused and degree == 1 and filled and deep
     gradients = wide  # bytes a number of the adapters, beside what the layers keep
     if policy == "none" and devices.spec.name != "cpu":  # written out
         gradients = 0
         lean = 4 * shape.d_model + 3 * shape.d_ff + 2 * query + key_value
-        rows = m * S
-        filled = rows % 8 == 0 and math.ceil(rows / 128) * 128 <= 1.07 * rows and max(slots) <= 256
-        unit = {"bf16": 64, "fp8": 128}.get(precision, math.inf)
-        deep = shape.d_model >= 896 and shape.d_model % unit == 0 and shape.d_ff % unit == 0
-        if devices.spec.fused and degree == 1 and filled and deep:
+        if fused:
             some, many = 256 * devices.spec.fused / math.ceil(shape.d_ff / 256), lean
         else:
             some, many = FEW / shape.d_ff, lean + shape.d_ff
@@ -122,7 +123,7 @@ def pack_bytes(
     one = layers / shape.n_layers * wide
     whole = weights / degree + (2 * one if degree > 1 else 0) + (one if WEIGHT_BYTES[precision] < wide else 0)
     if precision == "fp8" and policy != "none":
-        whole += layers / degree
+        whole += (0.4 if fused or policy != "dots" else 1) * layers / degree
     a_number = 4 * (2 + adamw + summed) + (2 if wide == 2 else 0) + gradients
     adapters = sum(slots) * params_per_rank(shape, targets) * a_number / degree
     scores = 0.0

@@ -26,6 +26,11 @@ from plora_jax.training.dropout import Dropout
 from plora_jax.training.losses import token_losses
 from plora_jax.training.optim import Hyper, apply_update, hyper, init_optimizer, learning_rate
 
+# Tokens of a job from which the gradients of all layers are joined before they are used. Else every kernel that reads
+# them joins the layers' pieces anew, for seconds of the compiler's time; it is another read and write of gradients:
+# 1.7 % of a step of 128 tokens a job, 0.3 % of one of 1,024 (docs/benchmarks.md).
+JOIN_TOKENS = 512
+
 
 class PackState(NamedTuple):
     """Hold everything that training changes, for J slots; weights and moments carry the job axis second."""
@@ -295,6 +300,8 @@ def _train_step(
     def micro_step(state: PackState, params: nnx.State, batch: Batch) -> tuple[PackState, Metrics]:
         with matmul_precision(runtime):  # of the backward pass too
             (loss, count), grads = packed_grad(state.weights, state.scales, state.hyper, params, batch)
+        if runtime.unroll > 1 and batch.tokens[0].size >= JOIN_TOKENS:
+            grads = jax.lax.optimization_barrier(grads)
         loss, tokens = jnp.where(batch.active, loss, 0), jnp.where(batch.active, count, 0)
         before = state
         if spec.accumulate:

@@ -214,14 +214,35 @@ def test_predictions_of_steps_that_ran_on_an_h200():
 
 @pytest.mark.parametrize("day", ["2026-12-01", "2026-12-02"])
 def test_steps_on_an_fp8_base_take_no_more_than_predicted(day):
-    """With XLA's products, and with the fused kernel. In a loop XLA keeps a transposed copy of the weights; where
-    layers are recomputed, less of it at the peak.
+    """With XLA's products, and with the fused kernel. Beside the weights there are transposed copies: in a loop that
+    keeps products of all, elsewhere of some.
     """
     shipped = cost_model(H200).memory
     for p in read_memory_points(RESULTS / f"memory-points-h200-fp8-{day}.json"):
         predicted = step_memory(p.shape, p.step, p.precision, p.device, shipped)
-        above = {"layer": 1.25, "dots": 1.14 if p.device.fused else 1.1, "none": 1.06}[p.step.policy]
+        above = {"layer": 1.1, "dots": 1.1, "none": 1.06}[p.step.policy]
         assert p.precision == "fp8" and p.bytes <= predicted <= p.bytes * above
+
+
+def test_predictions_of_fp8_steps_that_ran_on_an_h200():
+    """Within 5 % of what the card's compiler counted without the margin, and never under it with it."""
+    shipped, seen = cost_model(H200).memory, set()
+    shapes = {p.shape.name: p.shape for name in (POINTS, FUSED) for p in read_memory_points(name)}
+    for line in (RESULTS / "step-table-h200-2026-12-02e.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if row.get("precision") != "fp8" or row["model"] not in shapes:
+            continue  # Gemma's second norms and capped scores are not counted (docs/planner.md)
+        sizes = [row[name] for name in ("jobs", "m", "length", "rank_bucket")]
+        step = StepShape(1, *sizes, row["recompute"], accumulate=row["accumulate"])
+        bare, whole = (
+            step_memory(shapes[row["model"]], step, "fp8", H200, model)
+            for model in (replace(shipped, margin=0.0), shipped)
+        )
+        assert bare == pytest.approx(row["total_bytes"], rel=0.05) and whole >= row["total_bytes"], row[
+            "label"
+        ]
+        seen.add((row["model"], row["recompute"]))
+    assert len(seen) >= 6
 
 
 def test_fit_recovers_factors_it_was_made_from():
