@@ -20,11 +20,8 @@ os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
 os.environ.setdefault(UNOPTIMIZED.upper(), "true")
 # XLA's newer emitters of fusions take most of the rest; its older ones compile a small step in less than half the time.
 OLDER = " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
-# A module that is not split for parallel code generation takes a quarter less; workers keep all cores busy anyway.
-WHOLE = " --xla_cpu_parallel_codegen_split_count=1"
-for flag in (OLDER, WHOLE):
-    if flag not in (flags := os.environ.get("XLA_FLAGS", "")):  # as a worker's already holds it
-        os.environ["XLA_FLAGS"] = flags + flag
+if OLDER not in (flags := os.environ.get("XLA_FLAGS", "")):  # as a worker's already holds it
+    os.environ["XLA_FLAGS"] = flags + OLDER
 
 # Where Python may write no bytecode, each process that a test starts would compile all that it imports, for seconds.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
@@ -62,7 +59,7 @@ def optimizations(request):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(UNOPTIMIZED.upper(), "false")
-        patch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"].replace(OLDER, "").replace(WHOLE, ""))
+        patch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"].replace(OLDER, ""))
         before = jax.config.read(UNOPTIMIZED)
         jax.config.update(UNOPTIMIZED, False)
         jax.clear_caches()  # of functions that other files had compiled

@@ -223,8 +223,8 @@ def test_several_micro_steps_in_one_dispatch_are_the_same_bits(tmp_path):
 
 def together_as_singly(base, m):
     jobs = [
-        Job(rank=rank, batch_size=4, learning_rate=rate, epochs=2, targets=("q_proj", "down_proj"))
-        for rank, rate in ((4, 1e-2), (8, 3e-3))
+        Job(rank=4, batch_size=4, learning_rate=1e-2, epochs=2),
+        Job(rank=8, batch_size=4, learning_rate=3e-3, epochs=2),
     ]
     spec = packed.pack_spec(base.config, jobs, m=m)
     assert spec.accumulate == (m == 2)
