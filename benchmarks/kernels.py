@@ -29,6 +29,7 @@ from pallas_kernels import (
     lora_delta,
     lora_dense_group,
     quantise,
+    quantise_weight,
     reference,
     using,
 )
@@ -368,7 +369,7 @@ def fp8(log, full):
 
     for name, (k, n, products) in FP8.items():
         xs, rows = zip(*(quantise(draw(jobs, tokens, k)) for _ in range(products)), strict=True)
-        ws, columns = zip(*(quantise(draw(n, k)) for _ in range(products)), strict=True)
+        ws, columns = zip(*(quantise_weight(draw(n, k)) for _ in range(products)), strict=True)
         us = [draw(jobs, tokens, rank) for _ in range(products)]
         es = [draw(jobs, n, rank) for _ in range(products)]
         given = (xs, ws, rows[0], columns[0], us, es)

@@ -90,8 +90,13 @@ def lora_dense_glu(x, ws, adapters, *, activation, biases=None, mask=None):
       the unit is computed in float32, and rounded for that site, as its gradients are for these.
 
     Raises:
-      ValueError: as `lora_dense_group`.
+      ValueError: as `lora_dense_group`, or the activation is none of these, or gate and up are not alike.
     """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation {activation!r}: allowed are {', '.join(ACTIVATIONS)}")
+    if len(ws) not in (1, 2) or len({w.shape[-1] for w in ws if w is not None}) > 1:
+        shapes = [None if w is None else tuple(w.shape) for w in ws]
+        raise ValueError(f"weights {shapes}: give gate and up, alike, or one that holds both")
     if len(ws) == 2 and all(isinstance(w, Fp8Weight) for w in ws):
         return _group(x, ws, adapters, biases, mask, activation)
     ys = tuple(checkpoint_name(y, GATED) for y in _group(x, ws, adapters, biases, mask, None))

@@ -122,9 +122,8 @@ def quantise_weight(w):
     """
     wide = w.astype(jnp.float32)
     exact = row_scale(jnp.max(jnp.abs(wide), axis=-1), jnp.float8_e4m3fn)
-    scale = (exact * (1 + 2.0**-8)).astype(
-        jnp.bfloat16
-    )  # not below: the largest number would leave the format
+    # rounded up: the largest number would leave the format
+    scale = (exact * (1 + 2.0**-8)).astype(jnp.bfloat16)
     return (wide * (1 / scale.astype(jnp.float32))[..., None]).astype(jnp.float8_e4m3fn), scale
 
 

@@ -25,10 +25,8 @@ LANES = 128  # of a warpgroup
 PIECE = 4 * LANES  # numbers that a warpgroup takes at once, at most
 AT_ONCE = 4  # pieces whose columns are on their way from memory together
 BOX = 256  # of an axis, at most, in one copy
-MOST_WGS, BUSY_WGS = (
-    4,
-    8,
-)  # warpgroups of a block, and of all blocks of a multiprocessor, to hide what each waits for
+MOST_WGS = 4  # of a block
+BUSY_WGS = 8  # warpgroups of all blocks of a multiprocessor, to hide what each waits for
 
 
 def round_rows(xs, columns, dtype, *, interpret=None):
@@ -70,8 +68,8 @@ def round_glu_back(activation, gate, up, dh, columns, dtype, *, interpret=None):
 
 
 def rows_fit(xs) -> bool:
-    """Say whether a row of each array fits in shared memory, all together."""
-    return _row_bytes(xs) <= SHARED_BYTES
+    """Say whether there are rows, and one of each array fits in shared memory, all together."""
+    return xs[0].size > 0 and _row_bytes(xs) <= SHARED_BYTES
 
 
 def _row_bytes(xs) -> int:

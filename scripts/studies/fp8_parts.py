@@ -28,7 +28,7 @@ AT_ONCE = 8  # rows
 
 
 def e4m3(x: Array) -> Array:
-    """Round over the last axis as an fp8 base does."""
+    """Round over the last axis as an fp8 base does, whose weights have scales of fewer bits."""
     values, scale = quantise(x)
     return values.astype(x.dtype) * scale[..., None]
 

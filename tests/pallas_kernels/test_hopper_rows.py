@@ -1,4 +1,4 @@
-"""The rounding kernel, interpreted, against XLA's, which test_fp8.py checks against float64."""
+"""The rounding kernel, interpreted, against XLA's, which test_fp8.py and test_glu.py check against float64."""
 
 import jax
 import jax.numpy as jnp
@@ -101,7 +101,9 @@ def test_what_is_said_to_fit_lowers_and_what_does_not_is_left_to_xla():
     # as many warpgroups as there may be, whose scratch memory counts
     beside = [128, 128]
     longest = max(
-        n for n in range(100_096, 2**17, 128) if rows_fit([jnp.zeros((0, size)) for size in (n, *beside)])
+        n
+        for n in range(100_096, 2**17, 128)
+        if rows_fit([jax.ShapeDtypeStruct((4, size), jnp.bfloat16) for size in (n, *beside)])
     )
     assert lower([longest, *beside]) == (True, True)
     assert lower([longest + 512, *beside]) == (False, False)
