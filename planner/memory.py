@@ -19,9 +19,7 @@ HEAD_CHUNK = 1024  # positions whose logits exist at one time
 TILE = (128, 256)  # tokens and output features of the fused kernel's tiles
 MIN_WAVES, MIN_DEPTH, MAX_ROW_WASTE = 2, 896, 1.07  # what pallas_kernels.choice asks of a product
 PINNED = 64e9  # bytes of the host's memory that JAX pins for one process, unless it is told otherwise
-TRANSPOSED = (
-    0.4  # of an fp8 base's weights, beside them at the peak where layers or activations are recomputed
-)
+TRANSPOSED = 0.4  # of an fp8 base's weights: copies beside them at the peak where backward recomputes
 FEW = 38e6  # tokens · d_ff: below, XLA keeps frozen product and adapter's share of gate and up instead of their sums
 
 
@@ -141,11 +139,10 @@ def memory_terms(shape: ModelShape, step: StepShape, precision: str, device: Dev
     gathered = 0.0 if step.degree == 1 else 2 * shape.linear_params / shape.n_layers * compute
     if PRECISION_BYTES[precision] < compute:
         gathered += shape.linear_params / shape.n_layers * compute  # one layer, dequantised
-    if (
-        precision == "fp8" and step.policy != "none"
-    ):  # some of them transposed, too; in a loop that keeps products, all
-        alone = step.policy == "dots" and not may_fuse(shape, step, precision, device)
-        gathered += (1.0 if alone else TRANSPOSED) * shape.linear_params / step.degree
+    if precision == "fp8" and step.policy != "none":
+        # some of them transposed, too; all, as seen in a loop that keeps products, without the fused kernel
+        whole = step.policy == "dots" and not may_fuse(shape, step, precision, device)
+        gathered += (1.0 if whole else TRANSPOSED) * shape.linear_params / step.degree
     scores = 0.0
     if device.attention == "xla":  # [B, N, S, S] float32, kept per layer unless the layer is recomputed
         layers = shape.n_layers if step.policy == "none" else 1
