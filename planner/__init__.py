@@ -13,11 +13,12 @@ from planner.rungs import Ladders, Rungs, rest, state_bytes
 from planner.several import Problem, SeveralPlan, Share, plan_several
 from planner.signature import Signature, fits, signature_of
 from planner.simulate import Ladder, World, asha_stops, expected_makespan, simulate, stretch
-from planner.specs import JobSpec, ModelShape, decoder_shape, rank_bucket
+from planner.specs import MOMENT_BYTES, JobSpec, ModelShape, decoder_shape, rank_bucket
 from planner.svg import gantt_svg, several_svg
 from planner.time import CostModel, StepCost, cost_model
 
 __all__ = [
+    "MOMENT_BYTES",
     "Assign",
     "CostModel",
     "DeviceSpec",

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from planner.check_bound import Part, can_finish, needs_host
-from planner.check_models import coefficients, pack_bytes, union
+from planner.check_models import MOMENTS, coefficients, pack_bytes, union
 from planner.devices import Devices, Mixture
 from planner.plan import Pack, Plan
 from planner.several import Problem, SeveralPlan
@@ -86,7 +86,7 @@ def _at_rung(
         borders = [0, *sorted(end for end in ends if end > 0)]
         if rung + 1 < len(borders):
             first, last = (min(job.rows, step * job.batch_size) for step in borders[rung : rung + 2])
-            moments = {"adamw": 2, "sgd": 1}[job.optimizer]
+            moments = MOMENTS[job.optimizer]
             params = shape.n_layers * job.rank
             params *= sum(i + o for name, i, o in shape.sites if job.targets is None or name in job.targets)
             moves = (rung > 0) + (rung + 2 < len(borders))
@@ -95,7 +95,7 @@ def _at_rung(
                 rows=last - first,
                 data=f"{job.data} from row {first}" if first else job.data,
                 eval_tokens=job.eval_tokens // (1 + len(plan.jobs[job_id]["rungs"])),
-                state_bytes=4 * (1 + moments) * params * moves,
+                state_bytes=(4 + moments) * params * moves,
             )
     return spec
 
@@ -210,7 +210,7 @@ def _times(
 def _memory(
     pack: Pack, jobs: list[JobSpec], shape: ModelShape, plan: Plan, devices: Devices, cost: CostModel
 ) -> list[str]:
-    adamw = any(job.optimizer == "adamw" for job in jobs)
+    moments = sum(MOMENTS[kind] for kind in {job.optimizer for job in jobs})
     longest = max(pack.length_buckets)
     total = pack_bytes(
         shape,
@@ -222,7 +222,7 @@ def _memory(
         pack.m,
         longest,
         pack.policy,
-        adamw,
+        moments,
         union(jobs),
         any(job.accumulate or job.batch_size != pack.m for job in jobs),
     )

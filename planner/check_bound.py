@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from planner.check_models import WEIGHT_BYTES, coefficients, layer_params, pack_bytes
+from planner.check_models import MOMENTS, WEIGHT_BYTES, coefficients, layer_params, pack_bytes
 from planner.devices import Devices
 from planner.plan import Plan
 from planner.specs import JobSpec, ModelShape
@@ -116,7 +116,7 @@ def needs_host(jobs: list[JobSpec], precision: str, shape: ModelShape, parts: li
 
     def fits(job: JobSpec, devices: Devices, cost: CostModel, degree: int, m: int, policy: str) -> bool:
         summed = job.accumulate or m != job.batch_size
-        S, own = -(-job.max_row_tokens // 8) * 8, (job.optimizer == "adamw", job.targets, summed)
+        S, own = -(-job.max_row_tokens // 8) * 8, (MOMENTS[job.optimizer], job.targets, summed)
         slots = [_bucket(job.rank)]
         need = pack_bytes(shape, cost, devices, precision, degree, slots, m, S, policy, *own)
         return need <= devices.spec.memory_bytes * devices.spec.usable
@@ -151,7 +151,7 @@ def _modes(
     lengths = {(S, -(-job.max_row_tokens // 8) * 8) for S in means for job in jobs}
     rows = {m for job in jobs for m in range(1, job.batch_size + 1) if job.batch_size % m == 0}
     targets = min((job.targets for job in jobs if job.targets is not None), key=len, default=None)
-    optimizer = "sgd" if any(job.optimizer == "sgd" for job in jobs) else "adamw"
+    moments = min(MOMENTS[job.optimizer] for job in jobs)
     weights = layer_params(shape) * WEIGHT_BYTES[precision] + shape.embedding_params * 2
     out = []
     for S, S_max in lengths:
@@ -170,7 +170,7 @@ def _modes(
                             S_max,
                             bucket,
                             policy,
-                            optimizer,
+                            moments,
                             targets,
                             summed,
                         )
@@ -192,7 +192,7 @@ def _most_slots(
     S_max: int,
     bucket: int,
     policy: str,
-    optimizer: str,
+    moments: int,
     targets: frozenset[str] | None,
     summed: bool,
 ) -> int:
@@ -210,7 +210,7 @@ def _most_slots(
             m,
             S_max,
             policy,
-            optimizer == "adamw",
+            moments,
             targets,
             summed,
         )

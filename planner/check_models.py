@@ -10,6 +10,7 @@ from planner.specs import JobSpec, ModelShape
 from planner.time import CostModel
 
 FEW = 38e6  # tokens · d_ff; see planner/memory.py
+MOMENTS = {"adamw": 4 + 4, "adamw_bf16": 2 + 2, "sgd": 4}  # bytes an adapter parameter
 WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1.03, "fp8": 1.03, "nf4": 0.56}
 
 
@@ -89,11 +90,14 @@ def pack_bytes(
     m: int,
     S: int,
     policy: str,
-    adamw: bool,
+    moments: int,
     targets: frozenset[str] | None,
     summed: bool,
 ) -> float:
-    """Return the bytes a device needs for a step with slots of the given rank buckets; `summed`: over micro-steps."""
+    """Return the bytes a device needs for a step with slots of the given rank buckets; `summed`: over micro-steps.
+
+    `moments`: bytes an adapter parameter.
+    """
     wide = 4 if precision == "fp32" else 2
     factor = cost.memory
     tokens = len(slots) * m * S / degree
@@ -124,7 +128,7 @@ def pack_bytes(
     whole = weights / degree + (2 * one if degree > 1 else 0) + (one if WEIGHT_BYTES[precision] < wide else 0)
     if precision == "fp8" and policy != "none":
         whole += (0.4 if fused or policy != "dots" else 1) * layers / degree
-    a_number = 4 * (2 + adamw + summed) + (2 if wide == 2 else 0) + gradients
+    a_number = 4 * (1 + summed) + moments + (2 if wide == 2 else 0) + gradients
     adapters = sum(slots) * params_per_rank(shape, targets) * a_number / degree
     scores = 0.0
     if devices.spec.attention == "xla":

@@ -30,6 +30,7 @@ from planner.bound import LEAST
 from planner.errors import PlanError
 from planner.instance import Instance, Need
 from planner.signature import divisors
+from planner.specs import MOMENT_BYTES
 
 if TYPE_CHECKING:
     from highspy import Highs
@@ -75,8 +76,8 @@ def make_types(instance: Instance) -> Types:
             for m in sorted({m for k in served for m in divisors(own[k].divisor)}):
                 members = [k for k in served if own[k].divisor % m == 0]
                 whole = [k for k in members if own[k].whole == m]
-                optimizer = _least_optimizer(instance, members)
-                summed = Need(m, bucket, S_max, S, optimizer, targets, 0)
+                optimizers = _least_optimizer(instance, members)
+                summed = Need(m, bucket, S_max, S, optimizers, targets, 0)
                 kinds = [(summed, members)] if len(whole) < len(members) else []
                 kinds += [(summed._replace(whole=m), whole)] if whole else []
                 for (need, takes), d in product(kinds, instance.degrees):
@@ -112,9 +113,11 @@ def _least_targets(instance: Instance, served: list[int]) -> frozenset[str] | No
     return least if len(given) < len(sets) or len(set(given)) > 1 else given[0]
 
 
-def _least_optimizer(instance: Instance, members: list[int]) -> str:
-    """Return the optimizer with the least state among the classes."""
-    return "sgd" if any(instance.classes[k].optimizer == "sgd" for k in members) else "adamw"
+def _least_optimizer(instance: Instance, members: list[int]) -> frozenset[str]:
+    """Return the one optimizer, among those of the classes, that keeps least."""
+    return frozenset(
+        {min((instance.classes[k].optimizer for k in members), key=lambda kind: (MOMENT_BYTES[kind], kind))}
+    )
 
 
 def quiet_highs() -> "Highs":

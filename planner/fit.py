@@ -75,7 +75,7 @@ def read_memory_points(path: str | Path) -> list[MemoryPoint]:
                     row["S"],
                     row["rank_bucket"],
                     row["policy"],
-                    row["optimizer"],
+                    frozenset({row["optimizer"]}),
                     accumulate=row.get("accumulate", True),
                 ),
                 row["precision"],

@@ -27,7 +27,7 @@ class Need(NamedTuple):
     bucket: int
     S_max: int
     S: float
-    optimizer: str
+    optimizers: frozenset[str]
     targets: frozenset[str] | None
     whole: int  # the m at which every micro-step ends every job's batch, so that no gradients are summed; 0: none
 
@@ -190,7 +190,7 @@ class Instance:
                 job.bucket,
                 length_bucket(job.max_row_tokens),
                 job.row_tokens * (1 + self.cost.padding),
-                job.optimizer,
+                frozenset({job.optimizer}),
                 job.targets,
                 0 if job.accumulate else job.batch_size,
             )
@@ -214,7 +214,7 @@ class Instance:
                 max(buckets),
                 S_max,
                 S,
-                "adamw" if "adamw" in optimizers else "sgd",
+                frozenset().union(*optimizers),
                 None if None in targets else frozenset().union(*targets),
                 wholes[0] if len(set(wholes)) == 1 else 0,
             )
@@ -228,7 +228,7 @@ class Instance:
     def slot_limit(self, degree: int, m: int, policy: str, need: Need) -> int:
         """Return the largest J whose step fits the memory limit; 0 where none does. More slots never take less."""
         sums = m != need.whole
-        key = ("slots", degree, m, policy, need.bucket, need.S_max, need.optimizer, need.targets, sums)
+        key = ("slots", degree, m, policy, need.bucket, need.S_max, need.optimizers, need.targets, sums)
         if key not in self.cache:
             limit = self._slot_limit(lambda J: self.memory(degree, J, m, policy, need))
             if policy == LAST_RESORT:
@@ -326,7 +326,7 @@ def step_shape(degree: int, J: int, m: int, policy: str, need: Need) -> StepShap
         need.S_max,
         need.bucket,
         policy,
-        need.optimizer,
+        need.optimizers,
         need.targets,
         accumulate=m != need.whole,
     )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 
 from planner.devices import DeviceSpec
 from planner.signature import LAST_RESORT
-from planner.specs import OPTIMIZER_STATES, PRECISION_BYTES, ModelShape
+from planner.specs import MOMENT_BYTES, PRECISION_BYTES, ModelShape
 
 HEAD_CHUNK = 1024  # positions whose logits exist at one time
 TILE = (128, 256)  # tokens and output features of the fused kernel's tiles
@@ -35,7 +35,7 @@ class StepShape:
     S: int
     rank_bucket: int
     policy: str
-    optimizer: str = "adamw"
+    optimizers: frozenset[str] = frozenset({"adamw"})  # every slot has the moments of each
     targets: frozenset[str] | None = None
     accumulate: bool = True  # False: every batch ends with its micro-step, and no sum of gradients is kept
 
@@ -126,8 +126,9 @@ def memory_terms(shape: ModelShape, step: StepShape, precision: str, device: Dev
     compute = 4.0 if precision == "fp32" else 2.0
     tokens = step.J * step.m * step.S / step.degree
     params = step.J * shape.adapter_params(step.rank_bucket, step.targets) / step.degree
-    # fp32: parameter, optimizer states, running sum of gradients; a compute copy
-    adapters = params * (4.0 * (1 + OPTIMIZER_STATES[step.optimizer] + step.accumulate) + compute % 4)
+    moments = sum(MOMENT_BYTES[kind] for kind in step.optimizers)
+    # fp32: parameter, running sum of gradients; moments; a compute copy
+    adapters = params * (4.0 * (1 + step.accumulate) + moments + compute % 4)
     if step.policy == "none" and device.name != "cpu":
         saved = _written_out(shape, step, precision, device) * compute
     else:

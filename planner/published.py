@@ -65,7 +65,7 @@ class Published:
             job, need = instance.classes[k], instance.need(((k, 1),))
             policy = "layer" if "layer" in instance.policies else instance.policies[0]
             step = StepShape(
-                degree, 1, self.rows(k), need.S_max, need.bucket, policy, job.optimizer, job.targets
+                degree, 1, self.rows(k), need.S_max, need.bucket, policy, need.optimizers, job.targets
             )
             model = instance.cost.memory
             terms = memory_terms(instance.shape, step, instance.precision, instance.devices.spec)

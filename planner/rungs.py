@@ -19,7 +19,7 @@ from planner.ours import Effort, bounds, ours
 from planner.placed import place
 from planner.plan import Pack, Plan
 from planner.simulate import Ladder, World, ladder_stops, simulate, stretch
-from planner.specs import OPTIMIZER_STATES, JobSpec, ModelShape
+from planner.specs import MOMENT_BYTES, JobSpec, ModelShape
 from planner.time import CostModel
 
 FEW_JOBS, MANY_JOBS = 200, 2_500
@@ -28,8 +28,8 @@ Ladders = Callable[[JobSpec], Ladder]
 
 
 def state_bytes(job: JobSpec, shape: ModelShape) -> int:
-    """Return the size of what a job that waits leaves behind: adapter and moments in float32, at its true rank."""
-    return 4 * (1 + OPTIMIZER_STATES[job.optimizer]) * shape.adapter_params(job.rank, job.targets)
+    """Return the size of what a job that waits leaves behind: float32 adapter and moments, at its true rank."""
+    return (4 + MOMENT_BYTES[job.optimizer]) * shape.adapter_params(job.rank, job.targets)
 
 
 def rest(job: JobSpec, ladder: Ladder, done: float, shape: ModelShape) -> JobSpec:

@@ -8,7 +8,7 @@ from planner.errors import PlanError
 
 RANK_BUCKETS = (8, 16, 32, 64, 128, 256)
 PRECISION_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.03, "fp8": 1.03, "nf4": 0.56}  # with their scales
-OPTIMIZER_STATES = {"adamw": 2, "sgd": 1}  # fp32 numbers kept for each adapter parameter, beside itself
+MOMENT_BYTES = {"adamw": 8, "adamw_bf16": 4, "sgd": 4}  # an optimizer keeps for each adapter parameter
 
 
 def rank_bucket(rank: int) -> int:
@@ -115,9 +115,9 @@ class JobSpec:
                 f"job {self.job_id}: row_tokens (a mean, {self.row_tokens}) exceeds "
                 f"max_row_tokens {self.max_row_tokens}"
             )
-        if self.optimizer not in OPTIMIZER_STATES:
+        if self.optimizer not in MOMENT_BYTES:
             raise PlanError(
-                f"job {self.job_id}: optimizer {self.optimizer!r}; allowed is {sorted(OPTIMIZER_STATES)}"
+                f"job {self.job_id}: optimizer {self.optimizer!r}; allowed is {sorted(MOMENT_BYTES)}"
             )
 
     @property

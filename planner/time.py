@@ -16,7 +16,7 @@ from planner.devices import Devices, DeviceSpec, Mixture
 from planner.errors import PlanError
 from planner.memory import MemoryModel, saved_elements
 from planner.signature import LAST_RESORT
-from planner.specs import OPTIMIZER_STATES, PRECISION_BYTES, ModelShape
+from planner.specs import MOMENT_BYTES, PRECISION_BYTES, ModelShape
 
 TABLES = Path(__file__).parent / "tables"
 
@@ -184,7 +184,7 @@ class CostModel:
         params = shape.adapter_params(1, targets)
         # the optimizer reads and writes parameter, states and gradient in fp32; forward and backward read a
         # copy
-        traffic = params * (8.0 * (2 + OPTIMIZER_STATES["adamw"]) + 3 * compute) / self.bandwidth
+        traffic = params * (2.0 * (8 + MOMENT_BYTES["adamw"]) + 3 * compute) / self.bandwidth
         return StepCost(
             t0=self.step_s + fixed + weights / self.bandwidth / degree,
             c=(products / self.flops * factor + attention) / speedup + between / degree,

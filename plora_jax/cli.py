@@ -350,6 +350,12 @@ def _parser() -> argparse.ArgumentParser:
         help="what backward recomputes; offload: as layer, its inputs kept on the host; "
         "auto: the least that fits the device (default: none)",
     )
+    sub.add_argument(
+        "--optimizer",
+        choices=["adamw", "adamw_bf16", "sgd"],
+        default="adamw",
+        help="of every job (default: adamw)",
+    )
     sub.add_argument("--base", "--precision", **base)
     sub.add_argument(
         "--compare",
@@ -524,7 +530,7 @@ def _bench(args: argparse.Namespace) -> int:
     case = {"jobs": args.jobs, "m": args.batch, "length": args.length, "rank": args.rank}
     run = bench_kernels_command
     if args.what == "step":
-        case |= {"recompute": args.recompute, "compare": args.compare}
+        case |= {"recompute": args.recompute, "optimizer": args.optimizer, "compare": args.compare}
         run = bench_step_command
     with on_this_device(args.kernels):
         return run(args.model, args.json, args.base, args.kernels, **case)

@@ -40,7 +40,9 @@ class Job:
     batch_size: int = _f(8, "examples per optimizer step", 1, 65_536)
     epochs: float = _f(1.0, "passes over the training rows", 0.0, 1_000_000, True)
     max_steps: int | None = _f(None, "optimizer steps; when given, epochs is ignored", 1, 2**31 - 1)
-    optimizer: Literal["adamw", "sgd"] = _f("adamw", "adamw or sgd")
+    optimizer: Literal["adamw", "adamw_bf16", "sgd"] = _f(
+        "adamw", "adamw_bf16 keeps AdamW's moments in bfloat16, stochastically rounded"
+    )
     beta1: float = _f(0.9, "AdamW beta1 (momentum for sgd is `momentum`)", 0.0, 0.9999999)
     beta2: float = _f(0.999, "AdamW beta2", 0.0, 0.9999999)
     eps: float = _f(1e-8, "AdamW epsilon, outside the root", 0.0, None, True)

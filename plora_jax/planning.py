@@ -288,13 +288,15 @@ def with_fields(problem: Problem, plan: planner.Plan) -> planner.Plan:
 def disk_bytes(config: ModelConfig, plan: planner.Plan) -> int:
     """Return what a run needs on disk: every adapter in float32, and the checkpoints of the packs that run at once.
 
-    The base is never written. A checkpoint holds weights, gradients and two moments of every slot at its rank bucket.
+    The base is never written. A checkpoint holds weights, gradients and moments of every slot at its rank bucket.
     Rung by rung, every job may wait at a rung, and the half that pass, at most, at the next one too.
     """
     adapters = sum(4 * config.lora_params(job["rank"]) for job in plan.jobs.values())
     states: dict[tuple[int, ...], int] = {}  # the largest pack of each device group
     for pack in plan.packs:
-        state = sum(16 * config.lora_params(bucket) for bucket in pack.slots)
+        moments = {plan.jobs[a.job_id]["optimizer"] for a in pack.assign}
+        number = 8 + sum(planner.MOMENT_BYTES[kind] for kind in moments)
+        state = sum(number * config.lora_params(bucket) for bucket in pack.slots)
         states[pack.devices] = max(state, states.get(pack.devices, 0))
     waiting = 0 if plan.packs[0].rung is None else int(1.5 * 3 * adapters)  # weights and two moments
     return adapters + waiting + CHECKPOINTS * sum(states.values())

@@ -36,7 +36,8 @@ def table(described: Iterable[Field[Any]]) -> str:
 def conflicts() -> str:
     """List the pairs of which only one may be given, and the settings of one optimizer alone."""
     rows = [f"- `{one}` and `{other}`" for one, other in space.EXCLUDES]
-    rows += [f"- `{name}` without `optimizer: {kind}` on some job" for name, kind in space.ONLY_WITH.items()]
+    for name, readers in space.ONLY_WITH.items():
+        rows.append(f"- `{name}` without `optimizer: {' or '.join(readers)}` on some job")
     return "\n".join(rows)
 
 

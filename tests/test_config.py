@@ -146,7 +146,7 @@ def test_an_unknown_key_says_what_was_meant(text: str, says: str) -> None:
         ("train: {momentum: 0.9}", "train.momentum (line 3): has no effect without optimizer: sgd"),
         (
             "train: {optimizer: sgd, beta1: 0.9}",
-            "train.beta1 (line 3): has no effect without optimizer: adamw",
+            "train.beta1 (line 3): has no effect without optimizer: adamw or adamw_bf16",
         ),
         ("search: {rank: [8], jobs: [{rank: 8}]}", "search.jobs (line 3): a literal list excludes rank"),
         (
@@ -238,7 +238,7 @@ def test_null_is_not_given() -> None:
 
 
 def test_an_optimizer_setting_is_fine_when_some_job_reads_it() -> None:
-    parse_sweep(BASE + "train: {momentum: 0.9, beta1: 0.8}\nsearch: {optimizer: [sgd, adamw]}")
+    parse_sweep(BASE + "train: {momentum: 0.9, beta1: 0.8}\nsearch: {optimizer: [sgd, adamw_bf16]}")
     parse_sweep(BASE + "train: {momentum: 0.9}\nsearch: {jobs: [{optimizer: sgd}, {rank: 4}]}")
 
 

@@ -21,6 +21,7 @@ JOBS = [
         rank=5, use_rslora=True, batch_size=6, seed=4, max_grad_norm=0.1, learning_rate=3e-3, beta2=0.95,
         rank_pattern=(("down_proj", 12),), scheduler="linear",
     ),
+    Job(rank=4, optimizer="adamw_bf16", learning_rate=5e-3, batch_size=2, seed=5, targets=("q_proj", "down_proj")),
 ]  # fmt: skip
 
 
@@ -77,7 +78,7 @@ def test_training_equals_in_float64(tmp_path: Path) -> None:
         state, records = run_pack(base, JOBS, [rows_of(job) for job in JOBS], 1, starts, runtime)
         assert np.asarray(state.step).tolist() == [recipe.STEPS] * len(JOBS)
         assert {leaf.dtype for leaf in jax.tree.leaves(state.weights)} == {jnp.dtype(jnp.float64)}
-        for slot in (0, 3):
+        for slot in (0, 3, 4):
             job = JOBS[slot]
             alone, record = run_pack(base, [job], [rows_of(job)], job.batch_size, [starts[slot]], runtime)
             ours, theirs = (

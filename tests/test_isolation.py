@@ -61,7 +61,9 @@ class Pack:
 
     def __init__(self, base: Base):
         self.base = base
-        self.spec = PackSpec(SLOTS, 16, recipe.SITES, frozenset({"adamw", "sgd"}), has_dropout=True)
+        self.spec = PackSpec(
+            SLOTS, 16, recipe.SITES, frozenset({"adamw", "adamw_bf16", "sgd"}), has_dropout=True
+        )
         self.load = make_load_slot(self.spec)
         self.nothing = jax.device_get(empty_pack(base.config, self.spec))
         step = make_train_step(base, self.spec)
@@ -173,7 +175,7 @@ JOBS = st.builds(
     momentum=st.sampled_from([0.0, 0.9]),
     max_grad_norm=st.sampled_from([0.0, 1e-3, 1.0]),
     dropout=st.sampled_from([0.0, 0.5]),
-    optimizer=st.sampled_from(["adamw", "sgd"]),
+    optimizer=st.sampled_from(["adamw", "adamw_bf16", "sgd"]),
     scheduler=st.sampled_from(["constant", "linear", "cosine"]),
     warmup_steps=st.integers(0, 2),
     batch_size=st.sampled_from([2, 4, 6]),
@@ -185,6 +187,7 @@ WATCHED = st.sampled_from(
     [
         Job(rank=8, learning_rate=1e-2, batch_size=4, dropout=0.3, weight_decay=0.1),
         Job(rank=5, learning_rate=1e-2, batch_size=2, optimizer="sgd", momentum=0.9, max_grad_norm=0.1),
+        Job(rank=6, learning_rate=1e-2, batch_size=4, optimizer="adamw_bf16"),
     ]
 )
 

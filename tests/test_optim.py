@@ -1,9 +1,11 @@
 """One optimizer step against float64 arithmetic written out by hand."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from plora_jax.adapters import Factors
 from plora_jax.jobs import Job
 from plora_jax.training.optim import apply_update, hyper, init_optimizer, learning_rate, warmup_steps
 
@@ -53,6 +55,94 @@ def test_adamw_equals_float64(fields):
     got = run(job, GRADS, START)
     for one, want in zip(got, adamw(job, GRADS, START, [0.01] * 8), strict=True):
         np.testing.assert_allclose(one, want, rtol=3e-6, atol=3e-7)
+
+
+def bf16_neighbours(value):
+    """The bfloat16 numbers around positive float64 ones: 8 bits of a significand, as float64."""
+    exponent = np.floor(np.log2(value))
+    step = 2.0 ** (exponent - 7)
+    return np.floor(value / step) * step, np.ceil(value / step) * step
+
+
+def test_short_moments_are_neighbours_of_float64s_and_right_on_average():
+    """One gradient for 2^16 elements: every moment is one of two numbers, in the shares that make their mean exact."""
+    job, size = Job(optimizer="adamw_bf16", max_grad_norm=0, scheduler="constant"), (64, 1024)
+    gradient = 0.7345
+    params = jnp.zeros(size)
+    state = init_optimizer(params, frozenset({"adamw_bf16"}))
+    state = apply_update(params, jnp.full(size, gradient), state, hyper(job, 10), jnp.int32(0))[1]
+    for moment, want in (
+        (state["adamw_bf16"].mu, 0.1 * gradient),
+        (state["adamw_bf16"].nu, 0.001 * gradient**2),
+    ):
+        assert moment.dtype == jnp.bfloat16
+        got = np.asarray(moment, np.float64)
+        low, high = bf16_neighbours(want)
+        assert low < want < high and set(np.unique(got)) == {low, high}
+        # the mean of n independent draws: 5 standard deviations, of at most half the distance each
+        assert abs(got.mean() - want) < 5 * (high - low) / 2 / np.sqrt(got.size)
+        up = got == high  # neighbours in memory and along the other axis have nothing to do with each other
+        for a, b in ((up[1:], up[:-1]), (up[:, 1:], up[:, :-1])):
+            assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 5 / np.sqrt(a.size)
+
+
+def test_short_moments_draw_anew_at_every_step_and_for_every_seed():
+    def nu(seed, step):
+        job, params = Job(optimizer="adamw_bf16", seed=seed), jnp.zeros((8, 512))
+        state = init_optimizer(params, frozenset({"adamw_bf16"}))
+        out = apply_update(params, jnp.full((8, 512), 0.01), state, hyper(job, 10), jnp.int32(step))
+        return np.asarray(out[1]["adamw_bf16"].nu, np.float32)
+
+    first = nu(0, 0)
+    assert (first == nu(0, 0)).all()
+    for other in (nu(0, 1), nu(1, 0)):
+        assert 0.2 < (first != other).mean() < 0.8
+
+
+def test_the_rounding_of_an_element_does_not_depend_on_the_padding_of_its_rank_or_on_other_sites():
+    rng = np.random.default_rng(2)
+    a, b = rng.normal(size=(2, 3, 40)).astype(np.float32), rng.normal(size=(2, 24, 3)).astype(np.float32)
+    job = Job(optimizer="adamw_bf16", max_grad_norm=0)
+
+    def moments(grads):
+        params = jax.tree.map(jnp.zeros_like, grads)
+        state = init_optimizer(params, frozenset({"adamw_bf16"}))
+        return apply_update(params, grads, state, hyper(job, 10), jnp.int32(3))[1]["adamw_bf16"]
+
+    alone = moments({"q_proj": Factors(a, b)})
+    wide = Factors(np.pad(a, ((0, 0), (0, 5), (0, 0))), np.pad(b, ((0, 0), (0, 0), (0, 5))))
+    packed = moments({"down_proj": wide, "q_proj": wide})
+    for got, want in ((packed.mu, alone.mu), (packed.nu, alone.nu)):
+        np.testing.assert_array_equal(got["q_proj"].a[:, :3], want["q_proj"].a)
+        np.testing.assert_array_equal(got["q_proj"].b[:, :, :3], want["q_proj"].b)
+        assert not np.asarray(got["q_proj"].a[:, 3:], np.float32).any()  # zero stays zero
+    assert (np.asarray(packed.nu["q_proj"].a) != np.asarray(packed.nu["down_proj"].a)).any()
+
+
+def test_a_short_second_moment_follows_a_gradient_that_shrinks():
+    """nu decays to the new gradient's square; to the nearest it could not leave the old one, 0.1 % being too little."""
+    job = Job(optimizer="adamw_bf16", max_grad_norm=0, scheduler="constant")
+    params = jnp.zeros((4, 256))
+    state = init_optimizer(params, frozenset({"adamw_bf16"}))
+    state["adamw_bf16"] = state["adamw_bf16"]._replace(nu=jnp.ones((4, 256), jnp.bfloat16))
+
+    def step(state, at):
+        return apply_update(params, jnp.full((4, 256), 0.1), state, hyper(job, 9999), at)[1], None
+
+    state, _ = jax.jit(lambda s: jax.lax.scan(step, s, jnp.arange(2000)))(state)
+    want = 0.01 + (1 - 0.01) * 0.999**2000  # closed form: 0.144
+    assert abs(float(state["adamw_bf16"].nu.astype(jnp.float32).mean()) - want) < 0.02 * want
+
+
+def test_adamw_of_short_moments_stays_near_float64():
+    """Rounding moves a moment by less than 2^-7 of itself, and a step by less than their sum."""
+    job = Job(optimizer="adamw_bf16", learning_rate=0.01, scheduler="constant", weight_decay=0.3)
+    got = run(job, GRADS, START)
+    for one, want in zip(got, adamw(job, GRADS, START, [0.01] * 8), strict=True):
+        np.testing.assert_allclose(one, want, atol=8 * 0.01 * 2 * 2**-7)
+    np.testing.assert_allclose(
+        got[0], adamw(job, GRADS, START, [0.01] * 8)[0], rtol=3e-6
+    )  # nothing is rounded yet
 
 
 def test_sgd_with_momentum_adds_decay_to_the_gradient():

@@ -30,6 +30,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"dropout": 0.2, "scheduler": "cosine", "weight_decay": 0.1, "targets": ("q_proj", "down_proj")},
     {"optimizer": "sgd", "momentum": 0.9, "learning_rate": 0.05, "warmup_steps": 3},
     {"rank_pattern": (("down_proj", 6),), "max_grad_norm": 0.1},
+    {"optimizer": "adamw_bf16", "learning_rate": 0.05},
 ]
 OTHER = Job(rank=4, batch_size=4, seed=9, data_seed=5, epochs=9, dropout=0.1)
 
@@ -106,7 +107,7 @@ def moved(
     return one.lines[job.job_id] + two.lines[job.job_id], two.trainer.take(slot).adapter
 
 
-@pytest.mark.parametrize("job", jobs(), ids=["adamw", "sgd", "pattern"])
+@pytest.mark.parametrize("job", jobs(), ids=["adamw", "sgd", "pattern", "adamw_bf16"])
 def test_a_moved_job_goes_on_bit_for_bit_where_the_program_is_the_same(
     task: tuple[Base, Examples], tmp_path: Path, job: Job
 ) -> None:
@@ -118,7 +119,7 @@ def test_a_moved_job_goes_on_bit_for_bit_where_the_program_is_the_same(
     jax.tree.map(np.testing.assert_array_equal, adapter, want.trainer.take(0).adapter)
 
 
-@pytest.mark.parametrize("job", jobs(), ids=["adamw", "sgd", "pattern"])
+@pytest.mark.parametrize("job", jobs(), ids=["adamw", "sgd", "pattern", "adamw_bf16"])
 def test_a_moved_job_equals_an_unmoved_one_under_another_program(tmp_path: Path, job: Job) -> None:
     """Other m, J, rank bucket and sites, in float64: only rounding may differ (corrections: 1e-10)."""
     with jax.enable_x64(True):

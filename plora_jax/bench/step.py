@@ -86,6 +86,7 @@ def measure_step(
     runtime: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,
     accumulate: bool = False,
+    optimizer: str = "adamw",
     cached: bool = False,
     parts: bool = False,
     ceiling: bool = False,
@@ -97,6 +98,7 @@ def measure_step(
       repeats: timed dispatches; with 0 the step is compiled and not run.
       micro_steps: to a dispatch. runtime: fields of `Runtime` to set. options: of the compiler.
       accumulate: sum gradients in a buffer although no batch stays open, as where batches are larger than m.
+      optimizer: of every job.
       cached: also compile again from a cache on disk, unless the step has Mosaic kernels, which only another process
         finds there. parts: also profile where the time goes. ceiling: also time the
         frozen products alone.
@@ -108,7 +110,8 @@ def measure_step(
       (ms), `ceiling` (its tokens_s, flops_s and share, and TFLOP/s of each product) where asked for.
     """
     config = base.config
-    many = [Job(rank=rank, batch_size=m, max_steps=1000, scheduler="constant")] * jobs
+    job = Job(rank=rank, batch_size=m, max_steps=1000, scheduler="constant", optimizer=optimizer)  # type: ignore[arg-type]
+    many = [job] * jobs
     spec = replace(pack_spec(config, many, m=m), accumulate=accumulate)
     plain = runtime_for(base)
     if recompute != "auto":
@@ -119,7 +122,9 @@ def measure_step(
     memory_model = replace(cost_model(device).memory, margin=0.0)
 
     def predict(runtime: Runtime) -> float:
-        shape = StepShape(1, jobs, m, length, spec.rank, runtime.recompute, accumulate=accumulate)
+        shape = StepShape(
+            1, jobs, m, length, spec.rank, runtime.recompute, spec.optimizers, accumulate=accumulate
+        )
         with by_default(runtime.kernels):
             there = run_with(device, runtime.attention, asked())
         return step_memory(model_shape(config, base.name), shape, precision, there, memory_model)
@@ -165,6 +170,7 @@ def measure_step(
         "kernels": used.kernels,
         "micro_steps": micro_steps,
         "accumulate": accumulate,
+        "optimizer": optimizer,
         "attention": used.attention,
         "precision": precision,
         "fp8_backward": used.fp8_backward if precision == "fp8" else None,

@@ -20,7 +20,8 @@ FRESH = ("rank", "alpha", RATIO, "use_rslora", "targets", "rank_pattern", "alpha
 # Pairs of which one overrules the other: giving both is a contradiction, not a preference.
 EXCLUDES = [("alpha", RATIO), ("max_steps", "epochs"), ("warmup_steps", "warmup_ratio"), ("seed", "seeds")]
 EXCLUDES += [("init_adapter", name) for name in FRESH]
-ONLY_WITH = {"momentum": "sgd", "beta1": "adamw", "beta2": "adamw", "eps": "adamw"}
+ADAMW = ("adamw", "adamw_bf16")
+ONLY_WITH = {"momentum": ("sgd",), "beta1": ADAMW, "beta2": ADAMW, "eps": ADAMW}
 NULLABLE = {name for name, spec in JOB_FIELDS.items() if spec.default is None}  # null means not given
 PATTERNS = ("rank_pattern", "alpha_pattern")
 SEARCHABLE = [name for name in JOB_FIELDS if name != "seed"] + [RATIO]  # search.seed is the sampler's
@@ -362,8 +363,8 @@ def optimizers(fixed: dict[str, Any], axes: Any, jobs: Any) -> set[str]:
 def _check_unused(fixed: dict[str, Any], axes: list[tuple[str, Axis]], jobs: Any, faults: Faults) -> None:
     """Refuse an optimizer's setting that no job of the sweep would read."""
     kinds = optimizers(fixed, axes, jobs)
-    for name, optimizer in ONLY_WITH.items():
-        if optimizer not in kinds:
+    for name, readers in ONLY_WITH.items():
+        if kinds.isdisjoint(readers):
             for where, given in (("train", fixed), ("search", dict(axes))):
                 if name in given:
-                    faults.add((where, name), f"has no effect without optimizer: {optimizer}")
+                    faults.add((where, name), f"has no effect without optimizer: {' or '.join(readers)}")

@@ -70,7 +70,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class Precision:
-    """Say how the frozen base is held; adapters and optimizer are always float32."""
+    """Say how the frozen base is held; adapters and their optimizer steps are always float32."""
 
     base: Literal["auto", "fp32", "bf16", "int8", "nf4", "fp8"] = setting(
         "auto",
@@ -327,7 +327,7 @@ def resolved(sweep: Sweep) -> str:
         | {one for one, other in EXCLUDES if other in given}
         | {other for one, other in EXCLUDES if one in given}
     )
-    hidden |= {name for name, kind in ONLY_WITH.items() if kind not in optimizers(fixed, axes, jobs)}
+    hidden |= {n for n, readers in ONLY_WITH.items() if optimizers(fixed, axes, jobs).isdisjoint(readers)}
     hidden |= {"seed"} if sweep.train.seeds else set()
     train = {
         n: fixed.get(n, spec.default) for n, spec in JOB_FIELDS.items() if n in fixed or n not in hidden

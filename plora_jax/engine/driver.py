@@ -377,7 +377,7 @@ def described(model: str, jobs: Sequence[Job], data: dict[str, Any]) -> Sweep:
     plain, listed = Job().to_dict(), []
     for job in jobs:
         values = {name: value for name, value in job.to_dict().items() if value != plain[name]}
-        unread = {one for one, kind in ONLY_WITH.items() if job.optimizer != kind}
+        unread = {one for one, readers in ONLY_WITH.items() if job.optimizer not in readers}
         unread |= {two for one, two in EXCLUDES if one in values}
         kept = {name: value for name, value in values.items() if name not in unread}
         listed.append({"learning_rate": job.learning_rate, **kept})

@@ -94,7 +94,8 @@ def job_axes(spec: PackSpec) -> PackState:
     Weights, gradients and moments keep the layer axis first, so that the scan over layers needs no transpose;
     everything else leads with the job axis.
     """
-    moments = {"adamw": optax.ScaleByAdamState(count=0, mu=1, nu=1), "sgd": 1}  # type: ignore[arg-type]
+    adam = optax.ScaleByAdamState(count=0, mu=1, nu=1)  # type: ignore[arg-type]
+    moments = {"adamw": adam, "adamw_bf16": adam, "sgd": 1}
     return PackState(1, 1, {kind: moments[kind] for kind in spec.optimizers}, 1, 0, 0, 0, 0, 0)  # type: ignore[arg-type]
 
 

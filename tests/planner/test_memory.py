@@ -117,13 +117,31 @@ def test_more_of_anything_needs_more(change):
 
 
 def test_what_saves_memory():
-    for change in ({"degree": 2}, {"optimizer": "sgd"}, {"targets": frozenset({"q_proj"})}):
+    for change in ({"degree": 2}, {"optimizers": frozenset({"sgd"})}, {"targets": frozenset({"q_proj"})}):
         assert step_memory(QWEN, replace(STEP, **change), "bf16", H200) < step_memory(
             QWEN, STEP, "bf16", H200
         )
     sizes = [step_memory(QWEN, STEP, p, H200) for p in ("nf4", "int8", "bf16", "fp32")]
     assert sizes == sorted(sizes)
     assert saved_elements(QWEN, "layer") < saved_elements(QWEN, "dots") < saved_elements(QWEN, "none")
+
+
+@pytest.mark.parametrize("kinds, number", [(("adamw_bf16",), 4), (("sgd",), 4), (("adamw", "sgd"), 12)])
+def test_a_pack_holds_the_moments_of_every_optimizer_in_it(kinds, number):
+    """By hand: 8 jobs of rank 32 are 8 × 80,740,352 parameters; AdamW keeps 8 bytes for each, bfloat16 moments 4."""
+
+    def need(optimizers):
+        return memory_terms(
+            QWEN, replace(STEP, J=8, rank_bucket=32, optimizers=frozenset(optimizers)), "bf16", H200
+        )
+
+    assert need(kinds)["adapters"] - need(("adamw",))["adapters"] == 8 * 80_740_352 * (number - 8)
+    jobs = [replace(job(i, 8, 4, i), optimizer=kind) for i, kind in enumerate(kinds)]
+    problem = instance(jobs, "1xA100-80GB", QWEN)
+    assert problem.need(problem.counts).optimizers == set(kinds)
+    on = cluster(1, "A100-80GB")
+    plan = make_plan(jobs, QWEN, on, options=Options(baselines=False))
+    assert check_plan(plan, jobs, QWEN, on, cost_model(on.spec)) == []
 
 
 @pytest.mark.parametrize("policy", ("none", "dots", "layer"))
