@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from plora_jax.models.load import Base, load_base
-from plora_jax.training.losses import token_losses
+from plora_jax.training.losses import log_sum_exp, token_losses
 from tests.models.tiny import LLAMA
 
 
@@ -54,6 +54,34 @@ def written_out(head, softcap, hidden, at, targets, weight):
             d = d / np.cosh(z / softcap) ** 2
         slope[b, at[b, p]] += weight[b, p] * (d @ head)
     return losses, slope
+
+
+@pytest.mark.parametrize("width", [1, 2, 5, 1000])
+def test_log_sum_exp_reads_once_what_numpy_sums_in_float64(width):
+    """Rising, falling and shuffled rows, far from zero, far apart, and all alike."""
+    random = np.random.default_rng(0)
+    rows = random.normal(size=(6, width)) * np.array([1, 1, 1, 100, 1e4, 0])[:, None]
+    rows += np.array([0, 500, -500, 0, 0, 7])[:, None]
+    rows[0], rows[1] = np.sort(rows[0]), np.sort(rows[1])[::-1]
+    rows = rows.astype(np.float32)
+    wide = rows.astype(np.float64)
+    top = wide.max(axis=1, keepdims=True)
+    want = (top + np.log(np.exp(wide - top).sum(axis=1, keepdims=True)))[:, 0]
+    got = jax.jit(log_sum_exp)(rows)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, want, rtol=3e-7, atol=1e-6)
+
+
+def test_on_a_gpu_logits_are_read_once(base):
+    """A CPU's program has two reductions of the logits, to the largest and to the sum; a GPU's one to both."""
+    model = base.model()
+
+    def lowered(platform):
+        text = jax.jit(lambda *a: token_losses(model, *a, chunk=8)).trace(*map(jnp.asarray, case(base)))
+        return text.lower(lowering_platforms=(platform,)).as_text()
+
+    cpu, gpu = [len(re.findall(r"stablehlo\.reduce\(", lowered(platform))) for platform in ("cpu", "cuda")]
+    assert cpu == gpu + 1
 
 
 @pytest.mark.parametrize("softcap", [0.0, 2.0])

@@ -64,9 +64,27 @@ def _losses_bwd(softcap: float, slope: Array, g: Array) -> tuple[Array, None, No
 _losses.defvjp(_losses_fwd, _losses_bwd)
 
 
+def log_sum_exp(x: Float[Array, "n V"]) -> Float[Array, " n"]:
+    """Return the log of the sum of exp(x) of finite numbers, read once: for GPUs, since logits are gigabytes.
+
+    The sum so far is carried together with the largest number so far (Milakov and Gimelshein 2018, "Online normalizer
+    calculation for softmax"). `jax.nn.logsumexp` reads them twice, which a CPU does faster than this.
+    """
+
+    def join(one: tuple[Array, Array], two: tuple[Array, Array]) -> tuple[Array, Array]:
+        (top, total), (other_top, other) = one, two
+        fall = jnp.exp(-jnp.abs(top - other_top))
+        less = top < other_top
+        return jnp.maximum(top, other_top), jnp.where(less, fall * total + other, total + fall * other)
+
+    nothing = (jnp.asarray(jnp.finfo(x.dtype).min, x.dtype), jnp.zeros((), x.dtype))
+    top, total = jax.lax.reduce((x, jnp.ones_like(x)), nothing, join, (1,))
+    return top + jnp.log(total)
+
+
 def _chunk(softcap: float, h: Array, t: Array, head: Array) -> tuple[Array, tuple[Array, Array]]:
     """Return the losses [n] of one chunk, and its logits [n, V] with their log-sum-exp [n]."""
     logits = vocabulary_logits(h, head, softcap)
-    lse = jax.nn.logsumexp(logits, axis=-1)
+    lse = jax.lax.platform_dependent(logits, default=log_sum_exp, cpu=partial(jax.nn.logsumexp, axis=-1))
     at_target = jnp.take_along_axis(logits, jnp.maximum(t, 0)[:, None], axis=-1)[:, 0]
     return jnp.where(t >= 0, lse - at_target, 0.0), (logits, lse)
