@@ -99,7 +99,7 @@ def _cast(adam: optax.ScaleByAdamState, dtype: Any) -> optax.ScaleByAdamState:
     return adam._replace(mu=mu, nu=nu)
 
 
-def _random_bits(key: Int32[Array, ""], path: Any, shape: tuple[int, ...]) -> UInt32[Array, "..."]:
+def _random_bits(key: UInt32[Array, ""], name: str, shape: tuple[int, ...]) -> UInt32[Array, "..."]:
     """Hash a key, the name of a leaf and each element's place in it: 32 bits an element.
 
     An element's bits depend on its own place alone, not on how far the leaf is padded. This is the finalizer of
@@ -111,7 +111,7 @@ def _random_bits(key: Int32[Array, ""], path: Any, shape: tuple[int, ...]) -> UI
         h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
         return h ^ (h >> 16)
 
-    h = mix(key.astype(jnp.uint32) + jnp.uint32(zlib.crc32(jax.tree_util.keystr(path).encode())))
+    h = mix(key + jnp.uint32(zlib.crc32(name.encode())))
     strides = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
     places = [
         jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(strides[axis % 3])
@@ -130,17 +130,13 @@ def _stochastic_bfloat16(value: Array, bits: UInt32[Array, "..."]) -> BFloat16[A
     return jax.lax.bitcast_convert_type((wide >> 16).astype(jnp.uint16), jnp.bfloat16)
 
 
-def _rounded(adam: optax.ScaleByAdamState, h: Hyper, step: Int32[Array, ""]) -> optax.ScaleByAdamState:
-    """Round both moments as a job's seed and step say, whatever else is in its pack."""
-    key = jax.random.key_data(jax.random.fold_in(jax.random.key(h.seed, impl="threefry2x32"), step))[0]
-
-    def both(path: Any, mu: Array, nu: Array) -> tuple[Array, Array]:
-        bits = _random_bits(key, path, mu.shape)
-        return _stochastic_bfloat16(mu, bits), _stochastic_bfloat16(nu, bits >> 16)
-
-    pairs = jax.tree_util.tree_map_with_path(both, adam.mu, adam.nu)
-    mu, nu = jax.tree.transpose(jax.tree.structure(adam.mu), None, pairs)
-    return adam._replace(mu=mu, nu=nu)
+def _rounded(
+    name: str, adam: optax.ScaleByAdamState, h: Hyper, step: Int32[Array, ""]
+) -> optax.ScaleByAdamState:
+    """Round a leaf's moments as its name and its job's seed and step say, whatever else is in the pack."""
+    key = jax.random.fold_in(jax.random.key(h.seed, impl="threefry2x32"), step)
+    bits = _random_bits(jax.random.key_data(key)[0], name, adam.mu.shape)
+    return adam._replace(mu=_stochastic_bfloat16(adam.mu, bits), nu=_stochastic_bfloat16(adam.nu, bits >> 16))
 
 
 def _norm(grads: Any) -> Float[Array, ""]:
@@ -157,40 +153,80 @@ def _norm(grads: Any) -> Float[Array, ""]:
 
 
 def apply_update(
-    params: Any, grads: Any, state: dict[str, Any], h: Hyper, step: Int32[Array, ""]
+    params: Any,
+    grads: Any,
+    state: dict[str, Any],
+    h: Hyper,
+    step: Int32[Array, ""],
+    count: Float[Array, ""] | float = 1.0,
+    close: Bool[Array, ""] | bool = True,
 ) -> tuple[Any, dict[str, Any], Float[Array, ""], Bool[Array, ""]]:
     """Take one job's optimizer step and return (params, state, gradient norm, whether the gradient was finite).
 
-    `grads` is the gradient of the mean loss. AdamW decays weights decoupled from the gradient and SGD adds the decay
-    to it, as torch.optim does; the norm is over this job alone and clips as torch's clip_grad_norm_. A non-finite
-    gradient changes nothing.
+    `grads` / `count` is the gradient of the mean loss. AdamW decays weights decoupled from the gradient and SGD adds
+    the decay to it, as torch.optim does; the norm is over this job alone and clips as torch's clip_grad_norm_. A
+    non-finite gradient changes nothing, nor does a step that is not to `close`.
     """
+    grads = jax.tree.map(lambda g: g / count, grads)
     norm = _norm(grads)
     finite = jnp.isfinite(norm)
     clip = jnp.where(h.max_grad_norm > 0, jnp.minimum(1.0, h.max_grad_norm / (norm + 1e-6)), 1.0)
-    grads = jax.tree.map(lambda g: g * clip, grads)
-    rate = learning_rate(h, step)
+    settings = (h, clip, learning_rate(h, step), finite & close, step)
 
+    paths, tree = jax.tree_util.tree_flatten_with_path(params)
+
+    def like_params(one: Any) -> bool:
+        return jax.tree.structure(one) == tree  # type: ignore[operator]
+
+    def of_leaf(at: int) -> Any:
+        return jax.tree.map(
+            lambda one: jax.tree.leaves(one)[at] if like_params(one) else one, state, is_leaf=like_params
+        )
+
+    done = []
+    for at, ((path, param), grad) in enumerate(zip(paths, jax.tree.leaves(grads), strict=True)):
+        new = _update_leaf(jax.tree_util.keystr(path), param, grad, of_leaf(at), *settings)
+        new, settings = jax.lax.optimization_barrier((new, settings))
+        done.append(new)
+    new_params, states = zip(*done, strict=True)
+    new_state = jax.tree.map(
+        lambda one, *parts: jax.tree.unflatten(tree, parts) if like_params(one) else parts[0],
+        state,
+        *states,
+        is_leaf=like_params,
+    )
+    return jax.tree.unflatten(tree, new_params), new_state, norm, finite
+
+
+def _update_leaf(
+    name: str,
+    param: Array,
+    grad: Array,
+    state: dict[str, Any],
+    h: Hyper,
+    clip: Float[Array, ""],
+    rate: Float[Array, ""],
+    change: Bool[Array, ""],
+    step: Int32[Array, ""],
+) -> tuple[Array, dict[str, Any]]:
+    """Take one leaf's optimizer step, if anything is to `change`, and return (param, state)."""
+    grad = grad * clip
     new_state: dict[str, Any] = {}
     deltas = []
     for kind, old in state.items():
-        if kind != "sgd":
+        if kind == "sgd":
+            delta, new_state[kind] = optax.trace(h.momentum).update(grad + h.weight_decay * param, old)
+        else:
             tx = optax.chain(
                 optax.scale_by_adam(h.beta1, h.beta2, h.eps), optax.add_decayed_weights(h.weight_decay)
             )
-            wide = _cast(old, norm.dtype)  # or optax would round the new second moment to the nearest
-            delta, (new, _) = tx.update(grads, (wide, optax.EmptyState()), params)
-            new_state[kind] = _rounded(new, h, step) if kind == "adamw_bf16" else new
-        else:
-            decayed = jax.tree.map(lambda g, p: g + h.weight_decay * p, grads, params)
-            delta, new_state[kind] = optax.trace(h.momentum).update(decayed, old)
+            wide = _cast(old, clip.dtype)  # or optax would round a short second moment to the nearest
+            delta, (new, _) = tx.update(grad, (wide, optax.EmptyState()), param)
+            new_state[kind] = _rounded(name, new, h, step) if kind == "adamw_bf16" else new
         deltas.append((OPTIMIZERS.index(kind), delta))
     chosen = deltas[0][1]
     for index, delta in deltas[1:]:
-        chosen = jax.tree.map(lambda c, d, i=index: jnp.where(h.optimizer == i, d, c), chosen, delta)
-
-    def keep(new: Any, old: Any) -> Any:
-        return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
-
-    new_params = jax.tree.map(lambda p, d: p - rate * d, params, chosen)
-    return keep(new_params, params), keep(new_state, state), norm, finite
+        chosen = jnp.where(h.optimizer == index, delta, chosen)
+    return jax.tree.map(
+        lambda new, old: jnp.where(change, new, old), (param - rate * chosen, new_state), (param, state)
+    )

@@ -262,7 +262,7 @@ def _train_step(
         jax.value_and_grad(job_loss, has_aux=True), in_axes=(1, 1, 0, None, 0), out_axes=((0, 0), 1)
     )
     moments = axes.optimizer
-    packed_update = jax.vmap(apply_update, in_axes=(1, 1, moments, 0, 0), out_axes=(1, moments, 0, 0))
+    packed_update = jax.vmap(apply_update, in_axes=(1, 1, moments, 0, 0, 0, 0), out_axes=(1, moments, 0, 0))
 
     def select(flags: Bool[Array, " J"], axis_tree: Any, new: Any, old: Any) -> Any:
         def pick(axis: int, n: Array, o: Array) -> Array:
@@ -276,13 +276,12 @@ def _train_step(
         state: PackState, grads: Stack, tokens: Int32[Array, " J"], close: Bool[Array, " J"]
     ) -> tuple[PackState, Float[Array, " J"]]:
         count = jnp.maximum(tokens, 1).astype(state.loss_sum.dtype)
-        mean = jax.tree.map(lambda g: g / count[:, None, None], grads)
         weights, optimizer, norm, finite = packed_update(
-            state.weights, mean, state.optimizer, state.hyper, state.step
+            state.weights, grads, state.optimizer, state.hyper, state.step, count, close
         )
         return state._replace(
-            weights=select(close, 1, weights, state.weights),
-            optimizer=select(close, moments, optimizer, state.optimizer),
+            weights=weights,
+            optimizer=optimizer,
             step=state.step + close,
             skipped=state.skipped + (close & ~finite),
         ), norm
