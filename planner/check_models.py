@@ -117,11 +117,22 @@ def pack_bytes(
     if policy == "none" and devices.spec.name != "cpu":  # written out
         gradients = 0
         lean = 4 * shape.d_model + 3 * shape.d_ff + 2 * query + key_value
+        special = (
+            2 * shape.d_model + query + key_value if shape.norms == 4 else 0
+        )  # norms after attention and MLP
+        if shape.qk_norm:
+            special += query + key_value // 2
+        lean, everything = lean + special, everything + special
         if fused:
             some, many = 256 * devices.spec.fused / math.ceil(shape.d_ff / 256), lean
+            if shape.gelu and precision == "bf16":
+                many += shape.d_ff
         else:
             some, many = FEW / shape.d_ff, lean + shape.d_ff
         kept = max(min(tokens, some) * (lean + 2 * shape.d_ff), tokens * many)
+        if shape.gelu and precision != "fp8":
+            one_product = lean + 4 * shape.d_ff + (2 * shape.d_model if shape.norms == 4 else 0)
+            kept = max(kept, min(tokens, some, 16.8e6 / shape.d_ff) * one_product)
     layers = layer_params(shape)
     weights = layers * WEIGHT_BYTES[precision] + (shape.n_params - layers) * wide
     one = layers / shape.n_layers * wide
@@ -131,7 +142,12 @@ def pack_bytes(
     a_number = 4 * (1 + summed) + moments + (2 if wide == 2 else 0) + gradients
     adapters = sum(slots) * params_per_rank(shape, targets) * a_number / degree
     scores = 0.0
-    if devices.spec.attention == "xla":
+    if devices.spec.name != "cpu" and not shape.flash:
+        a_layer = (wide + 4) * tokens * shape.n_heads * S
+        scores = a_layer * (shape.n_layers + 1 if policy == "none" else 1)
+        if policy in ("layer", "offload"):
+            scores += max(a_layer - tokens * 5 * shape.d_ff * wide, 0)
+    elif devices.spec.attention == "xla":
         scores = 4 * tokens * shape.n_heads * S * ((shape.n_layers if policy == "none" else 1) + 2)
     at_work = factor.working * tokens * everything * wide
     at_head = factor.logits * (4 + wide) * min(tokens, 1024) * shape.vocab_size

@@ -21,6 +21,9 @@ MIN_WAVES, MIN_DEPTH, MAX_ROW_WASTE = 2, 896, 1.07  # what pallas_kernels.choice
 PINNED = 64e9  # bytes of the host's memory that JAX pins for one process, unless it is told otherwise
 TRANSPOSED = 0.4  # of an fp8 base's weights: copies beside them at the peak where backward recomputes
 FEW = 38e6  # tokens · d_ff: below, XLA keeps frozen product and adapter's share of gate and up instead of their sums
+MERGED = (
+    16.8e6  # the same: below, XLA makes gate and up of a GELU in one product and keeps it beside its parts
+)
 
 
 @dataclass(frozen=True)
@@ -85,20 +88,36 @@ def offloaded_bytes(shape: ModelShape, step: StepShape, precision: str) -> int:
     return int(tokens * shape.n_layers * shape.d_model * (4 if precision == "fp32" else 2))
 
 
+def _beyond(shape: ModelShape) -> int:
+    """Count the numbers a token that a layer written out keeps beyond Llama's: q and k before their norms; inputs of
+    second norms, and beside these the frozen products of q, k and v.
+    """
+    q, kv = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
+    second = 2 * shape.d_model + q + 2 * kv if shape.norms > 2 else 0
+    return second + (q + kv if shape.qk_norm else 0)
+
+
 def _written_out(shape: ModelShape, step: StepShape, precision: str, device: DeviceSpec) -> float:
     """Return the numbers that layers written out keep for the backward pass of a packed step, all in all.
 
-    A token's, per layer: both residuals, both norms, q and the attention's output, k and v, gate, up and their
-    product; and as XLA fuses, one or, of few tokens, two numbers more of the MLP's width, none where the fused kernel
-    serves it. Where more tokens keep fewer numbers each, the larger sum counts, so that more slots never take less.
+    A token's, per layer: both residuals, both norms, q and the attention's output, k and v, gate, up and their product;
+    what a layer unlike Llama's keeps beyond; and as XLA fuses, one or, of few tokens, two numbers more of the MLP's
+    width. Where the fused kernel serves it, none, but for a GELU, which the kernel for fp8 alone works out again. Where
+    more tokens keep fewer numbers each, the larger sum counts, so that more slots never take less.
     """
     q, kv = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
     tokens = step.J * step.m * step.S / step.degree
-    own = 4 * shape.d_model + 2 * q + 2 * kv + 3 * shape.d_ff
+    own = 4 * shape.d_model + 2 * q + 2 * kv + 3 * shape.d_ff + _beyond(shape)
     more, few = shape.d_ff, FEW / shape.d_ff
     if may_fuse(shape, step, precision, device):
-        more, few = 0, MIN_WAVES * device.fused * TILE[0] / -(-shape.d_ff // TILE[1])
-    return shape.n_layers * max(tokens * (own + more), min(tokens, few) * (own + 2 * shape.d_ff))
+        more = shape.d_ff if shape.gelu and precision != "fp8" else 0
+        few = MIN_WAVES * device.fused * TILE[0] / -(-shape.d_ff // TILE[1])
+    kept = max(tokens * (own + more), min(tokens, few) * (own + 2 * shape.d_ff))
+    if shape.gelu and precision != "fp8":
+        # both as they are, their product before adapters, GELU, and what is short of the factors fitted to other models
+        merged = own + 4 * shape.d_ff + (shape.norms - 2) * shape.d_model
+        kept = max(kept, min(tokens, few, MERGED / shape.d_ff) * merged)
+    return shape.n_layers * kept
 
 
 def may_fuse(shape: ModelShape, step: StepShape, precision: str, device: DeviceSpec) -> bool:
@@ -116,6 +135,20 @@ def may_fuse(shape: ModelShape, step: StepShape, precision: str, device: DeviceS
     )
 
 
+def _score_bytes(shape: ModelShape, step: StepShape, precision: str) -> float:
+    """Return the bytes of scores [B, N, S, S] on a GPU whose cuDNN cannot serve the model: float32, and their softmax.
+
+    "none" keeps those of every layer, and their gradients join them in one. Where a layer is recomputed whole, they do
+    when what its MLP works with is gone.
+    """
+    compute = 4.0 if precision == "fp32" else 2.0
+    tokens = step.J * step.m * step.S / step.degree
+    one = (4.0 + compute) * tokens * shape.n_heads * step.S
+    if step.policy == "none":
+        return (shape.n_layers + 1) * one
+    return one if step.policy == "dots" else one + max(0.0, one - 5 * tokens * shape.d_ff * compute)
+
+
 def logits_bytes(shape: ModelShape, tokens: float, precision: str) -> float:
     """Return the bytes of the logits that exist at one time, in float32, and of their gradient."""
     return (8.0 if precision == "fp32" else 6.0) * min(tokens, HEAD_CHUNK) * shape.vocab_size
@@ -129,12 +162,13 @@ def memory_terms(shape: ModelShape, step: StepShape, precision: str, device: Dev
     moments = sum(MOMENT_BYTES[kind] for kind in step.optimizers)
     # fp32: parameter, running sum of gradients; moments; a compute copy
     adapters = params * (4.0 * (1 + step.accumulate) + moments + compute % 4)
+    working = tokens * saved_elements(shape, "none") * compute
     if step.policy == "none" and device.name != "cpu":
         saved = _written_out(shape, step, precision, device) * compute
+        working += tokens * _beyond(shape) * compute
     else:
         saved = tokens * shape.n_layers * saved_elements(shape, step.policy) * compute
         adapters += params * compute  # all layers' gradients
-    working = tokens * saved_elements(shape, "none") * compute
     embedding = shape.n_params - shape.linear_params
     weights = shape.linear_params * PRECISION_BYTES[precision] + embedding * compute
     gathered = 0.0 if step.degree == 1 else 2 * shape.linear_params / shape.n_layers * compute
@@ -145,7 +179,9 @@ def memory_terms(shape: ModelShape, step: StepShape, precision: str, device: Dev
         whole = step.policy == "dots" and not may_fuse(shape, step, precision, device)
         gathered += (1.0 if whole else TRANSPOSED) * shape.linear_params / step.degree
     scores = 0.0
-    if device.attention == "xla":  # [B, N, S, S] float32, kept per layer unless the layer is recomputed
+    if not shape.flash and device.name != "cpu":
+        scores = _score_bytes(shape, step, precision)
+    elif device.attention == "xla":  # [B, N, S, S] float32, kept per layer unless the layer is recomputed
         layers = shape.n_layers if step.policy == "none" else 1
         scores = 4.0 * tokens * shape.n_heads * step.S * (layers + 2)
     terms = {

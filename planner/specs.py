@@ -23,6 +23,9 @@ def rank_bucket(rank: int) -> int:
 class ModelShape:
     """Describe a decoder by its sizes; `sites` are the Linears that may carry an adapter: (name, d_in,
     d_out).
+
+    `norms` of a layer are over D; `qk_norm`: queries and keys are normalised; `gelu`: the MLP's gate is GELU, not SiLU;
+    `flash`: cuDNN's attention can serve the model.
     """
 
     name: str
@@ -36,6 +39,10 @@ class ModelShape:
     tied: bool
     n_params: int
     sites: tuple[tuple[str, int, int], ...]
+    norms: int = 2
+    qk_norm: bool = False
+    gelu: bool = False
+    flash: bool = True
 
     def __post_init__(self) -> None:
         sizes = (self.n_layers, self.d_model, self.d_ff, self.n_heads, self.n_kv_heads, self.head_dim)

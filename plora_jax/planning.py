@@ -38,6 +38,10 @@ def model_shape(config: ModelConfig, name: str) -> planner.ModelShape:
         tied=config.tied,
         n_params=config.n_params,
         sites=tuple((site.name, site.d_in, site.d_out) for site in config.sites),
+        norms=2 * (config.pre_norm + config.post_norm),
+        qk_norm=config.qk_norm != "none",
+        gelu=config.activation == "gelu_tanh",
+        flash=not config.cudnn_obstacle,
     )
 
 

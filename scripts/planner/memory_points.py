@@ -1,12 +1,14 @@
 """Compile the packed step for an H200, described or there, and write what the compiler says of its memory.
 
-usage: python -m scripts.planner.memory_points OUT.json [--fused | --fp8 | --offload] [--policy POLICY] [--here]
+usage: python -m scripts.planner.memory_points OUT.json [--fused | --fp8 | --offload | --families]
+           [--policy POLICY] [--here]
        (pip install 'plora-jax[cuda]'; no GPU, but for --here, which compiles for the one that is there)
 
 All but what recomputes whole layers has its layers written out, as on a GPU: without the fused kernel, or with it
 (--fused, a list of its own); --fp8: with it, on an fp8 base; --offload: long rows, their layers' inputs on the host,
-and on the device. Nothing is tuned for a described GPU, which changes no size where layers are written out: on a card
-the compiler said the same. With --policy the file is read first, and only that policy's points are made anew.
+and on the device; --families: models of other layers than Llama's, each as the list says. Nothing is tuned for a
+described GPU, which changes no size where layers are written out: on a card the compiler said the same. With --policy
+the file is read first, and only that policy's points are made anew.
 """
 
 import argparse
@@ -31,6 +33,7 @@ from pallas_kernels import Device, choice
 from planner.signature import LAST_RESORT, POLICIES
 from plora_jax.bench.step import random_batch
 from plora_jax.jobs import Job
+from plora_jax.models.attention import choose_attention
 from plora_jax.models.decoder import Runtime
 from plora_jax.models.load import abstract_base
 from plora_jax.planning import model_shape
@@ -52,6 +55,9 @@ device_description_str: "NVIDIA H200"
 DEVICE = Device("NVIDIA H200", "9.0", 132)
 MODELS = {size: f"Qwen/Qwen2.5-{size}-Instruct" for size in ("0.5B", "1.5B", "3B", "7B", "14B")}
 MODELS["8B"] = "meta-llama/Llama-3.1-8B-Instruct"
+MODELS |= {f"gemma-{size}": f"google/gemma-{size}-it" for size in ("2-2b", "2-9b", "3-270m", "3-1b")}
+MODELS |= {f"Qwen3-{size}": f"Qwen/Qwen3-{size}" for size in ("0.6B", "1.7B", "4B")}
+MODELS |= {"Phi-3": "microsoft/Phi-3-mini-4k-instruct", "OLMo-2": "allenai/OLMo-2-0425-1B-Instruct"}
 # (model, jobs, m, length, rank, policy[, gradients summed]); every third is held out from the fit
 CASES: list[tuple[Any, ...]] = [
     ("1.5B", 4, 1, 1024, 64, "dots"),
@@ -120,6 +126,41 @@ FP8: list[tuple[Any, ...]] = [
     ("3B", 12, 1, 512, 64, "none"),
     ("7B", 8, 1, 1024, 32, "layer"),
 ]
+FAMILIES: list[tuple[Any, ...]] = [  # the last word says what is asked of `point`
+    ("gemma-2-2b", 8, 1, 512, 32, "none", "fp8"),
+    ("gemma-2-2b", 8, 1, 1024, 32, "layer", "fused"),
+    ("gemma-3-1b", 8, 1, 512, 32, "none", "fused"),
+    ("gemma-2-2b", 8, 1, 1024, 32, "none", "fused"),
+    ("gemma-3-1b", 8, 1, 1024, 32, "layer", "fused"),
+    ("gemma-2-2b", 8, 1, 512, 32, "layer", "fp8"),
+    ("gemma-2-2b", 16, 2, 256, 16, "dots", "fp8"),
+    ("Qwen3-1.7B", 8, 1, 1024, 32, "none", "fused"),
+    ("gemma-2-2b", 4, 1, 1024, 64, "dots", "fused"),
+    ("gemma-3-1b", 8, 1, 1024, 32, "dots", "fused"),
+    ("Phi-3", 8, 1, 512, 32, "none", "fused"),
+    ("gemma-3-1b", 16, 1, 256, 64, "none", "fp8"),
+    ("gemma-3-270m", 32, 1, 512, 16, "none", "fused"),
+    ("Qwen3-0.6B", 16, 1, 512, 64, "dots", "fused"),
+    ("OLMo-2", 8, 1, 512, 32, "none", "fused"),
+    ("gemma-2-9b", 8, 1, 512, 32, "layer", "fp8"),
+    ("gemma-3-270m", 8, 4, 1024, 8, "layer", "fused"),
+    ("Qwen3-4B", 8, 1, 1024, 32, "layer", "fused"),
+    ("gemma-3-1b", 4, 1, 2048, 16, "none", "fused"),
+    ("gemma-2-2b", 8, 4, 256, 16, "none", "fused"),
+    ("gemma-2-2b", 2, 1, 2048, 16, "layer", "fused"),
+    ("gemma-2-2b", 4, 1, 256, 8, "none", "fp8"),
+    ("Qwen3-0.6B", 8, 1, 512, 16, "none", "fp8"),
+    ("gemma-2-2b", 2, 2, 1024, 16, "none", "xla"),
+    ("gemma-2-9b", 4, 1, 512, 16, "none", "fused"),
+    ("gemma-2-2b", 1, 1, 1024, 16, "none", "fp8"),
+    ("gemma-3-1b", 2, 1, 512, 8, "none", "xla"),
+    ("Qwen3-0.6B", 8, 1, 256, 32, "none", "xla"),
+    ("gemma-2-2b", 2, 1, 2048, 8, "dots", "fused"),
+    ("gemma-2-2b", 2, 1, 512, 16, "none", "xla"),
+    ("gemma-3-1b", 4, 1, 384, 16, "none", "fused"),
+    ("gemma-3-1b", 4, 1, 512, 16, "none", "xla"),
+    ("gemma-3-270m", 2, 1, 1024, 16, "none", "fused"),
+]
 OFFLOAD: list[tuple[Any, ...]] = [
     (*sizes, policy)
     for sizes in (
@@ -151,7 +192,8 @@ def point(
     base = abstract_base(MODELS[size], precision="fp8" if asked == "fp8" else "bf16")
     jobs = [Job(rank=rank, batch_size=m, max_steps=1, scheduler="constant")] * J
     spec = dataclasses.replace(pack_spec(base.config, jobs, m=m), accumulate=accumulate)
-    runtime = Runtime("cudnn", policy, jnp.bfloat16, segments=False)  # type: ignore[arg-type]
+    attention = choose_attention(base.config, jnp.bfloat16, "gpu")
+    runtime = Runtime(attention, policy, jnp.bfloat16, segments=False)  # type: ignore[arg-type]
     options: dict[str, Any] = {"xla_gpu_autotune_level": 0}
     if asked == "fp8":
         options["xla_gpu_enable_triton_gemm"] = False
@@ -176,7 +218,7 @@ def point(
     return {
         "model": dataclasses.asdict(model_shape(base.config, MODELS[size])),
         "degree": 1, "optimizer": "adamw", "bytes": taken, "host_bytes": host,
-        "precision": base.precision, "attention": "cudnn",
+        "precision": base.precision, "attention": attention,
         "fused": 0 if asked == "xla" else DEVICE.cores,
         "accumulate": accumulate, "J": J, "m": m, "S": S, "rank_bucket": spec.rank, "policy": policy,
     }  # fmt: skip
@@ -192,6 +234,7 @@ def main() -> None:
     which.add_argument("--fused", action="store_true", help="the steps with the fused kernel")
     which.add_argument("--fp8", action="store_true", help="steps on an fp8 base")
     which.add_argument("--offload", action="store_true", help="long rows, layer inputs on the host or not")
+    which.add_argument("--families", action="store_true", help="Gemma, Qwen3, Phi-3 and OLMo 2")
     parser.add_argument("--here", action="store_true", help="compile for the GPU of this machine, tuned")
     parser.add_argument(
         "--policy",
@@ -199,7 +242,7 @@ def main() -> None:
         help="none, dots, layer or offload: make only these points anew",
     )
     args = parser.parse_args()
-    if args.here and (args.fused or args.fp8):
+    if args.here and (args.fused or args.fp8 or args.families):
         parser.error("--here is for what runs in a loop: layer and offload")
     if args.policy and not args.out.is_file():
         parser.error(f"--policy: there is no {args.out} to make points anew in")
@@ -208,12 +251,15 @@ def main() -> None:
         cudnn.check_compute_capability = lambda capability: True
         choice.default_device = lambda: DEVICE
     asked = "fused" if args.fused else "fp8" if args.fp8 else "xla"
-    cases = OFFLOAD if args.offload else {"fused": FUSED, "fp8": FP8, "xla": CASES}[asked]
+    listed = OFFLOAD if args.offload else {"fused": FUSED, "fp8": FP8, "xla": CASES}[asked]
+    cases = [(asked, *case) for case in listed]
+    if args.families:
+        cases = [(kind, *case) for *case, kind in FAMILIES]
     known = json.loads(args.out.read_text(encoding="utf-8")) if args.policy else []
     points = []
     for number, case in enumerate(cases):
-        keep = number < len(known) and case[5] != args.policy  # without --policy nothing is known
-        points.append(known[number] if keep else point(args.here, asked, *case))
+        keep = number < len(known) and case[6] != args.policy  # without --policy nothing is known
+        points.append(known[number] if keep else point(args.here, *case))
         rest = known[number + 1 :]
         args.out.write_text(json.dumps(points + rest, indent=1) + "\n", encoding="utf-8")
 

@@ -21,7 +21,8 @@ from planner import (
     read_memory_points,
     step_memory,
 )
-from planner.devices import DEVICES
+from planner.check_models import pack_bytes
+from planner.devices import DEVICES, Devices
 from planner.errors import PlanError
 from planner.memory import memory_terms, saved_elements
 from planner.signature import fits, signature_of
@@ -31,6 +32,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 POINTS = RESULTS / "memory-points-h200-2026-12-02.json"
 FUSED = RESULTS / "memory-points-h200-fused-2026-12-01.json"
 OFFLOAD = RESULTS / "memory-points-h200-offload-2026-12-02.json"
+FAMILIES = RESULTS / "memory-points-h200-gemma-2026-12-02.json"
 H200, A100 = DEVICES["H200"], DEVICES["A100-80GB"]
 CPU = cpu_device(2**35).spec
 STEP = StepShape(1, 8, 1, 1024, 32, "layer")
@@ -89,6 +91,39 @@ def test_the_fused_kernel_is_counted_where_it_is_chosen(d_model, d_ff, precision
         seen.add(chosen.name)
     serves = rank == 16 and d_model > 800 and d_ff % (128 if precision == "fp8" else 64) == 0
     assert seen == ({"hopper", "xla"} if serves else {"xla"})
+
+
+def test_layers_of_other_families_by_hand():
+    """Second norms keep their inputs, and products of q, k and v; norms of q and k theirs; GELU a number of the MLP."""
+    step, tokens = replace(STEP, policy="none"), 8192
+
+    def kept(device=H200, precision="bf16", term="saved_none", **facts):
+        terms = memory_terms(replace(QWEN, **facts), step, precision, device)
+        return terms[term] / tokens / 2 / (28 if term == "saved_none" else 1)
+
+    for device in (H200, A100):
+        for term in ("saved_none", "working"):
+            plain = kept(device, term=term)
+            assert kept(device, term=term, norms=4) - plain == 2 * 3584 + 3584 + 2 * 512
+            assert kept(device, term=term, qk_norm=True) - plain == 3584 + 512
+            assert kept(device, term=term, flash=False) == plain
+    assert kept(gelu=True) - kept() == 18_944
+    merged = replace(QWEN, norms=4, gelu=True)
+    few = memory_terms(merged, replace(step, J=1, S=512), "bf16", A100)["saved_none"] / 512 / 28 / 2
+    assert few == 9 * 3584 + 4 * 512 + 7 * 18_944 + 2 * 3584
+    # XLA keeps as much without it, and the fp8 kernel works it out again
+    assert kept(A100, gelu=True) == kept(A100) and kept(precision="fp8", gelu=True) == kept(precision="fp8")
+
+
+def test_scores_that_cudnn_cannot_serve_by_hand():
+    """Six bytes a score: of every layer and once more, or of one recomputed, and again beyond its MLP's numbers."""
+    shape, one = replace(QWEN, flash=False), 6 * 8192 * 28 * 1024
+    for policy, layers in (("none", 29), ("dots", 1), ("layer", 1)):
+        step = replace(STEP, policy=policy)
+        assert memory_terms(shape, step, "bf16", H200)["attention"] == layers * one
+        assert memory_terms(shape, step, "bf16", CPU) == memory_terms(QWEN, step, "bf16", CPU)
+    longer = memory_terms(shape, replace(STEP, J=1, S=8192), "bf16", H200)["attention"]
+    assert longer == 2 * 8 * one - 5 * 8192 * 18_944 * 2
 
 
 @pytest.mark.parametrize("change", [{"degree": 2}, {"precision": "fp32"}])
@@ -245,11 +280,11 @@ def test_steps_on_an_fp8_base_take_no_more_than_predicted(day):
 def test_predictions_of_fp8_steps_that_ran_on_an_h200():
     """Within 5 % of what the card's compiler counted without the margin, and never under it with it."""
     shipped, seen = cost_model(H200).memory, set()
-    shapes = {p.shape.name: p.shape for name in (POINTS, FUSED) for p in read_memory_points(name)}
+    shapes = {p.shape.name: p.shape for name in (POINTS, FUSED, FAMILIES) for p in read_memory_points(name)}
     for line in (RESULTS / "step-table-h200-2026-12-02e.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         if row.get("precision") != "fp8" or row["model"] not in shapes:
-            continue  # Gemma's second norms and capped scores are not counted (docs/planner.md)
+            continue
         sizes = [row[name] for name in ("jobs", "m", "length", "rank_bucket")]
         step = StepShape(1, *sizes, row["recompute"], accumulate=row["accumulate"])
         bare, whole = (
@@ -260,7 +295,63 @@ def test_predictions_of_fp8_steps_that_ran_on_an_h200():
             "label"
         ]
         seen.add((row["model"], row["recompute"]))
-    assert len(seen) >= 6
+    assert len(seen) >= 8 and ("google/gemma-2-2b-it", "none") in seen
+
+
+def test_other_families_take_what_is_predicted():
+    """Gemma, Qwen3, OLMo 2 and Phi-3, compiled: within 5 % without the margin, and never under with it.
+
+    Two kinds are up to a seventh above: layers recomputed on an fp8 base, which are not seen to be transposed here, and
+    steps of few tokens more than the fused kernel asks for, which are charged what is kept without it.
+    """
+    shipped, seen, higher = cost_model(H200).memory, set(), 0
+    for p in read_memory_points(FAMILIES):
+        bare, whole = error(p, replace(shipped, margin=0.0)), error(p, shipped)
+        above = (p.step.policy, p.precision) == ("layer", "fp8") or p.step.S == 384
+        assert -0.05 <= bare <= (0.15 if above else 0.05) and whole >= 0, (p.shape.name, p.step, p.precision)
+        higher += above
+        assert p.shape.flash == (p.device.attention == "cudnn")
+        assert (
+            error(p._replace(device=replace(p.device, attention="cudnn")), shipped) == whole
+        )  # as it is planned
+        seen.add((p.shape.name.split("-")[0], p.step.policy))
+    assert len(seen) >= 8 and higher == 3
+
+
+def test_the_checker_counts_the_same_for_every_family():
+    shapes = {p.shape.name: p.shape for path in (POINTS, FAMILIES) for p in read_memory_points(path)}
+    sizes = product((1, 2, 16), (1, 4), (104, 512, 8192), (1, 2))
+    for shape, device, (J, m, S, degree) in product(shapes.values(), (H200, A100, CPU), sizes):
+        cost, on = cost_model(device), Devices(device, 2)
+        for policy, precision in product(("none", "dots", "layer"), ("bf16", "fp8", "fp32")):
+            step = StepShape(degree, J, m, S, 32, policy)
+            ours = step_memory(shape, step, precision, device, cost.memory)
+            slots = [32] * J
+            theirs = pack_bytes(shape, cost, on, precision, degree, slots, m, S, policy, 8, None, True)
+            assert theirs == pytest.approx(ours, rel=1e-7)
+
+
+def test_a_plan_of_a_gemma_holds_its_scores():
+    """The checker agrees with packs and bound of its plan, and not with those of a plan without the scores."""
+    shape = next(p.shape for p in read_memory_points(FAMILIES) if not p.shape.flash)
+    jobs, on = [job(i, 16, 4, 2) for i in range(12)], cluster(1, "A100-40GB")
+    for known in (shape, replace(shape, flash=True)):
+        plan = make_plan(jobs, known, on, options=Options(baselines=False))
+        assert (check_plan(plan, jobs, shape, on, cost_model(on.spec)) == []) == (known is shape)
+
+
+@pytest.mark.parametrize(
+    "device, sizes",
+    [
+        (H200, {"none": 66501986656, "dots": 55897277455, "layer": 34088784580, "offload": 32476267943}),
+        (A100, {"none": 74794832466, "dots": 55897277455, "layer": 34088784580, "offload": 32476267943}),
+        (CPU, {"none": 124273042790, "dots": 61630273689, "layer": 37707641395, "offload": 35981265868}),
+    ],
+)  # fmt: skip
+def test_a_model_of_llamas_layers_is_predicted_as_before(device, sizes):
+    for policy, size in sizes.items():
+        model = cost_model(device).memory
+        assert step_memory(QWEN, replace(STEP, policy=policy), "bf16", device, model) == size
 
 
 def test_fit_recovers_factors_it_was_made_from():
