@@ -186,7 +186,11 @@ def apply_update(
     done = []
     for at, ((path, param), grad) in enumerate(zip(paths, jax.tree.leaves(grads), strict=True)):
         new = _update_leaf(jax.tree_util.keystr(path), param, grad, of_leaf(at), *settings)
-        new, settings = jax.lax.optimization_barrier((new, settings))
+        # one after another, or a GPU works on several leaves in one kernel and on parts of a leaf in several, which
+        # then need copies of it; a CPU would hold more for this
+        new, settings = jax.lax.platform_dependent(
+            (new, settings), cpu=lambda both: both, default=jax.lax.optimization_barrier
+        )
         done.append(new)
     new_params, states = zip(*done, strict=True)
     new_state = jax.tree.map(
