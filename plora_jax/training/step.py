@@ -235,7 +235,7 @@ def make_train_step(
 
 
 def _copied_together(stacks: Stack) -> Stack:
-    """Return the same stacks, each layer's piece copied into place, where layers are written out.
+    """Return the same stacks, each layer's piece copied into place, for layers that are written out.
 
     XLA would leave the pieces where they are, and every kernel that reads a stack would choose among L of them for each
     number: slower than the memory, and seconds of the compiler's time (docs/benchmarks.md). The first barrier lets no
@@ -313,7 +313,7 @@ def _train_step(
             # cast once a step, not in every layer forward and backward; their gradients are rounded as autocast's are
             cast = jax.tree.map(lambda w: w.astype(runtime.dtype), state.weights)
             (loss, count), grads = packed_grad(cast, state.scales, state.hyper, params, batch)
-        if runtime.unroll > 1:
+        if 1 < jax.tree.leaves(grads)[0].shape[0] <= runtime.unroll:
             grads = _copied_together(grads)
         loss, tokens = jnp.where(batch.active, loss, 0), jnp.where(batch.active, count, 0)
         before = state
