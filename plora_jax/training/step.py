@@ -26,6 +26,11 @@ from plora_jax.training.dropout import Dropout
 from plora_jax.training.losses import token_losses
 from plora_jax.training.optim import Hyper, apply_update, hyper, init_optimizer, learning_rate
 
+# Tokens of a job from which the gradients of all layers are joined before they are used. Else every kernel that reads
+# them joins the layers' pieces anew, for seconds of the compiler's time; it is another read and write of gradients:
+# 1.7 % of a step of 128 tokens a job, 0.3 % of one of 1,024 (docs/benchmarks.md).
+JOIN_TOKENS = 512
+
 
 class PackState(NamedTuple):
     """Hold everything that training changes, for J slots; weights and moments carry the job axis second."""
@@ -234,24 +239,6 @@ def make_train_step(
     return _train_step(base.graphdef, spec, runtime, micro_steps, options)
 
 
-def _copied_together(stacks: Stack) -> Stack:
-    """Return the same stacks, each layer's piece copied into place, for layers that are written out.
-
-    XLA would leave the pieces where they are, and every kernel that reads a stack would choose among L of them for each
-    number: slower than the memory, and seconds of the compiler's time (docs/benchmarks.md). The first barrier lets no
-    stack take up memory before backward is over, the second no kernel that reads it take the copies in again.
-    """
-    pieces = jax.lax.optimization_barrier(jax.tree.map(list, stacks))
-
-    def copied(stack: Array, own: list[Array]) -> Array:
-        out = jax.lax.empty(stack.shape, stack.dtype)
-        for layer, piece in enumerate(own):
-            out = jax.lax.dynamic_update_index_in_dim(out, piece, layer, 0)
-        return out
-
-    return jax.lax.optimization_barrier(jax.tree.map(copied, stacks, pieces))
-
-
 @lru_cache(maxsize=32)
 def _train_step(
     graphdef: nnx.GraphDef, spec: PackSpec, runtime: Runtime, micro_steps: int, options: Options
@@ -263,7 +250,9 @@ def _train_step(
         weights: Adapter, scales: Any, h: Hyper, params: nnx.State, batch: Batch
     ) -> tuple[Array, Array]:
         model = nnx.merge(graphdef, params)
-        sites = {name: LoRA(w.a, w.b, scales[name]) for name, w in weights.items()}
+        # cast once a step, not in every layer forward and backward; their gradients are rounded as autocast's are
+        cast = jax.tree.map(lambda w: w.astype(runtime.dtype), weights)
+        sites = {name: LoRA(w.a, w.b, scales[name]) for name, w in cast.items()}
         dropout = Dropout(h.seed, h.dropout, batch.epoch) if spec.has_dropout else None
         hidden = model.hidden(batch.tokens, batch.positions, batch.rows, sites, dropout, runtime=runtime)
         losses = token_losses(model, hidden, batch.trained, batch.targets, chunk, runtime)
@@ -310,11 +299,9 @@ def _train_step(
 
     def micro_step(state: PackState, params: nnx.State, batch: Batch) -> tuple[PackState, Metrics]:
         with matmul_precision(runtime):  # of the backward pass too
-            # cast once a step, not in every layer forward and backward; their gradients are rounded as autocast's are
-            cast = jax.tree.map(lambda w: w.astype(runtime.dtype), state.weights)
-            (loss, count), grads = packed_grad(cast, state.scales, state.hyper, params, batch)
-        if 1 < jax.tree.leaves(grads)[0].shape[0] <= runtime.unroll:
-            grads = _copied_together(grads)
+            (loss, count), grads = packed_grad(state.weights, state.scales, state.hyper, params, batch)
+        if runtime.unroll > 1 and batch.tokens[0].size >= JOIN_TOKENS:
+            grads = jax.lax.optimization_barrier(grads)
         loss, tokens = jnp.where(batch.active, loss, 0), jnp.where(batch.active, count, 0)
         before = state
         if spec.accumulate:
