@@ -1,9 +1,9 @@
 """The bound's second opinion: "could all jobs finish within C?", asked anew in plain loops and with cvxpy.
 
-A mode is (length, rank bucket, m, whether gradients are summed over micro-steps, degree, policy). The model
-allows more than any plan (jobs may be cut, machines are interchangeable, programs fractional); if even that is
-impossible within C, then C is a lower bound. Where a plan gives its jobs prices, a fourth argument asks whether any
-group can earn its share of them.
+A mode is (length, rank bucket, m, whether gradients are summed over micro-steps, degree, policy, bytes of moments,
+adapted sites); of the last two a pack asks for no less than each of its jobs does. The model allows more than any plan
+(jobs may be cut, machines are interchangeable, programs fractional); if even that is impossible within C, then C is a
+lower bound. Where a plan gives its jobs prices, a fourth argument asks whether any group can earn its share of them.
 """
 
 import math
@@ -12,7 +12,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from planner.check_models import MOMENTS, WEIGHT_BYTES, coefficients, layer_params, pack_bytes
+from planner.check_models import (
+    MOMENTS,
+    WEIGHT_BYTES,
+    coefficients,
+    layer_params,
+    pack_bytes,
+    params_per_rank,
+)
 from planner.devices import Devices
 from planner.plan import Plan
 from planner.specs import JobSpec, ModelShape
@@ -28,6 +35,8 @@ class _Mode(NamedTuple):
     m: int
     degree: int
     summed: bool
+    moments: int  # bytes an adapter parameter
+    width: int  # adapter parameters for each unit of rank
     t0: float
     slot_s: float
     slots: int
@@ -76,6 +85,9 @@ def can_finish(
                 job.rows,
                 job.eval_tokens,
                 job.accumulate,
+                job.optimizer,
+                job.targets,
+                job.state_bytes,
             ),
             [],
         ).append(job)
@@ -150,13 +162,13 @@ def _modes(
     means = {job.row_tokens * (1 + cost.padding) for job in jobs}
     lengths = {(S, -(-job.max_row_tokens // 8) * 8) for S in means for job in jobs}
     rows = {m for job in jobs for m in range(1, job.batch_size + 1) if job.batch_size % m == 0}
-    targets = min((job.targets for job in jobs if job.targets is not None), key=len, default=None)
-    moments = min(MOMENTS[job.optimizer] for job in jobs)
+    moments = {MOMENTS[job.optimizer] for job in jobs}
+    widths = {params_per_rank(shape, job.targets): job.targets for job in jobs}
     weights = layer_params(shape) * WEIGHT_BYTES[precision] + shape.embedding_params * 2
     out = []
     for S, S_max in lengths:
         for bucket in {_bucket(job.rank) for job in jobs}:
-            for m, summed in product(rows, (True, False)):
+            for m, summed, kept, (width, targets) in product(rows, (True, False), moments, widths.items()):
                 for degree in devices.degrees:
                     setup = cost.load_s + weights / degree / cost.load_bytes_s + cost.compile_s
                     for policy in policies:
@@ -170,7 +182,7 @@ def _modes(
                             S_max,
                             bucket,
                             policy,
-                            moments,
+                            kept,
                             targets,
                             summed,
                         )
@@ -178,7 +190,9 @@ def _modes(
                             continue
                         t0, c, a0, a1 = coefficients(shape, cost, degree, policy, precision, S, targets)
                         slot = c * m * S + bucket * (a0 + a1 * m * S)
-                        out.append(_Mode(S, S_max, bucket, m, degree, summed, t0, slot, slots, setup))
+                        out.append(
+                            _Mode(S, S_max, bucket, m, degree, summed, kept, width, t0, slot, slots, setup)
+                        )
     return out
 
 
@@ -229,6 +243,8 @@ def _way(job: JobSpec, mode: _Mode, cost: CostModel, shape: ModelShape, plan: Pl
     """
     length = -(-job.max_row_tokens // 8) * 8
     if not mode.summed and (job.accumulate or job.batch_size != mode.m):
+        return None
+    if MOMENTS[job.optimizer] > mode.moments or params_per_rank(shape, job.targets) > mode.width:
         return None
     if job.batch_size % mode.m or _bucket(job.rank) > mode.bucket or length > mode.S_max:
         return None

@@ -117,9 +117,8 @@ def pack_bytes(
     if policy == "none" and devices.spec.name != "cpu":  # written out
         gradients = 0
         lean = 4 * shape.d_model + 3 * shape.d_ff + 2 * query + key_value
-        special = (
-            2 * shape.d_model + query + key_value if shape.norms == 4 else 0
-        )  # norms after attention and MLP
+        # norms after attention and MLP, and q and k before theirs
+        special = 2 * shape.d_model + query + key_value if shape.norms == 4 else 0
         if shape.qk_norm:
             special += query + key_value // 2
         lean, everything = lean + special, everything + special

@@ -21,9 +21,8 @@ MIN_WAVES, MIN_DEPTH, MAX_ROW_WASTE = 2, 896, 1.07  # what pallas_kernels.choice
 PINNED = 64e9  # bytes of the host's memory that JAX pins for one process, unless it is told otherwise
 TRANSPOSED = 0.4  # of an fp8 base's weights: copies beside them at the peak where backward recomputes
 FEW = 38e6  # tokens · d_ff: below, XLA keeps frozen product and adapter's share of gate and up instead of their sums
-MERGED = (
-    16.8e6  # the same: below, XLA makes gate and up of a GELU in one product and keeps it beside its parts
-)
+# tokens · d_ff: below, XLA makes gate and up of a GELU in one product and keeps it beside its parts
+MERGED = 16.8e6
 
 
 @dataclass(frozen=True)

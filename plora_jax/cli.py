@@ -527,6 +527,8 @@ def _bench(args: argparse.Namespace) -> int:
 
     if args.what == "kernels" and args.compare:
         raise UserError("--compare peft times whole steps: plora bench step")
+    if args.compare and args.optimizer == "sgd":
+        raise UserError("--compare peft: PEFT is timed with AdamW; leave out --optimizer sgd")
     case = {"jobs": args.jobs, "m": args.batch, "length": args.length, "rank": args.rank}
     run = bench_kernels_command
     if args.what == "step":

@@ -235,6 +235,8 @@ def test_the_products_of_a_layer_are_timed_and_told_apart(tmp_path, capsys, monk
     for option, words in ((["--base", "fp8"], "use bf16"), (["--compare", "peft"], "plora bench step")):
         assert main(["bench", "kernels", "--model", str(model), *option]) == 2
         assert words in capsys.readouterr().err
+    assert main(["bench", "step", "--model", str(model), "--compare", "peft", "--optimizer", "sgd"]) == 2
+    assert "PEFT is timed with AdamW" in capsys.readouterr().err
 
 
 def test_what_is_timed_is_the_layer_with_its_gradients(tmp_path):

@@ -253,6 +253,12 @@ def test_disk_need_is_every_adapter_and_three_checkpoints(tmp_path: Path) -> Non
     assert pack.slots == (8, 8, 8, 8)
     state = (4 + 4 + 4 + 4) * per_rank * (8 + 8 + 8 + 8)  # float32: weights, gradients, two moments
     assert needed == 4 * per_rank * (4 + 4 + 8 + 8) + 3 * state
+    kinds = {"learning_rate": [1e-3], "rank": [4], "optimizer": ["adamw", "adamw_bf16", "sgd"]}
+    (pack,) = (mixed := planned(load_sweep(write_sweep(tmp_path, search=kinds)))).packs
+    state = (
+        (4 + 4 + 8 + 4 + 4) * per_rank * sum(pack.slots)
+    )  # a slot has the moments of each optimizer in the pack
+    assert disk_bytes(load_config(sweep.model), mixed) == 4 * per_rank * (4 + 4 + 4) + 3 * state
     check_disk(tmp_path / "new" / "run", needed)
     with pytest.raises(UserError, match=r"the run needs 1000000\.0 GB on disk"):
         check_disk(tmp_path / "new" / "run", 10**15)

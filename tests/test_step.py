@@ -13,7 +13,7 @@ from plora_jax.data.layout import Slot
 from plora_jax.data.loader import PackLoader
 from plora_jax.data.shapes import choose_shapes
 from plora_jax.jobs import Job
-from plora_jax.models.decoder import LoRA
+from plora_jax.models.decoder import LoRA, Runtime
 from plora_jax.models.load import load_base
 from plora_jax.training import step as packed
 from plora_jax.training.batch import Batch
@@ -209,6 +209,31 @@ def test_without_accumulation_nothing_is_kept_between_micro_steps_and_the_number
     assert after.step.tolist() == [0, 1]
     for old, new in zip(jax.tree.leaves(before.weights), jax.tree.leaves(after.weights), strict=True):
         np.testing.assert_array_equal(new[:, 0], old[:, 0])
+
+
+def test_gradients_in_bfloat16_are_summed_in_float32(base):
+    """Three equal micro-steps of an open batch: g + g + g in float32, which bfloat16 has no room for."""
+    job = Job(rank=4, batch_size=8)
+    spec, runtime = packed.pack_spec(base.config, [job]), Runtime(dtype=jnp.bfloat16)
+    state, step = (
+        packed.init_pack(base, [job], total_steps=[5], spec=spec),
+        packed.make_train_step(base, spec, runtime),
+    )
+    loader = PackLoader([Slot.of(job, ROWS)], 2, choose_shapes([(ROWS, 0)], 2, limit=1))
+    batch = next(loader)
+    loader.close()
+    sums = []
+    for _ in range(3):
+        state, metrics = step(state, base.params, batch)
+        assert not metrics.closed.any()
+        sums.append(jax.device_get(jax.tree.leaves(state.grads)))
+    rounds = False
+    for one, _, three in zip(*sums, strict=True):
+        assert one.dtype == np.float32
+        np.testing.assert_array_equal(one, one.astype(jnp.bfloat16).astype(np.float32))  # as it came
+        np.testing.assert_array_equal(three, (one + one) + one)
+        rounds |= bool((three != three.astype(jnp.bfloat16).astype(np.float32)).any())
+    assert rounds
 
 
 def test_several_micro_steps_in_one_dispatch_are_the_same_bits(tmp_path):

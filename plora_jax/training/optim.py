@@ -13,7 +13,7 @@ from jaxtyping import Array, BFloat16, Bool, Float, Int32, UInt32
 from plora_jax.jobs import Job
 
 SCHEDULERS = ("constant", "linear", "cosine")
-OPTIMIZERS = ("adamw", "sgd", "adamw_bf16")
+OPTIMIZERS = ("adamw", "sgd", "adamw_bf16")  # `Hyper.optimizer` is a place in this
 
 
 class Hyper(NamedTuple):

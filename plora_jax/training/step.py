@@ -264,13 +264,8 @@ def _train_step(
     moments = axes.optimizer
     packed_update = jax.vmap(apply_update, in_axes=(1, 1, moments, 0, 0, 0, 0), out_axes=(1, moments, 0, 0))
 
-    def select(flags: Bool[Array, " J"], axis_tree: Any, new: Any, old: Any) -> Any:
-        def pick(axis: int, n: Array, o: Array) -> Array:
-            shape = [1] * n.ndim
-            shape[axis] = flags.shape[0]
-            return jnp.where(flags.reshape(shape), n, o)
-
-        return jax.tree.map(lambda axis, n, o: jax.tree.map(partial(pick, axis), n, o), axis_tree, new, old)
+    def select(flags: Bool[Array, " J"], new: Stack, old: Stack) -> Stack:
+        return jax.tree.map(lambda n, o: jnp.where(flags[:, None, None], n, o), new, old)
 
     def optimize(
         state: PackState, grads: Stack, tokens: Int32[Array, " J"], close: Bool[Array, " J"]
@@ -289,7 +284,7 @@ def _train_step(
     def end_batches(state: PackState, close: Bool[Array, " J"]) -> tuple[PackState, Float[Array, " J"]]:
         ended, norm = optimize(state, state.grads, state.tokens, close)
         return ended._replace(
-            grads=select(close, 1, jax.tree.map(jnp.zeros_like, state.grads), state.grads),
+            grads=select(close, jax.tree.map(jnp.zeros_like, state.grads), state.grads),
             loss_sum=jnp.where(close, 0, state.loss_sum),
             tokens=jnp.where(close, 0, state.tokens),
         ), norm
@@ -307,7 +302,7 @@ def _train_step(
         if spec.accumulate:
             close = batch.close & batch.active
             loss, tokens = state.loss_sum + loss, state.tokens + tokens
-            grads = select(batch.active, 1, jax.tree.map(jnp.add, state.grads, grads), state.grads)
+            grads = select(batch.active, jax.tree.map(jnp.add, state.grads, grads), state.grads)
             state = state._replace(grads=grads, loss_sum=loss, tokens=tokens)
             with jax.named_scope("optimizer"):
                 state, norm = jax.lax.cond(close.any(), end_batches, leave_open, state, close)

@@ -1,11 +1,12 @@
 """The checker sees each kind of fault when a plan is tampered with."""
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 
 from planner import Options, check_plan, cost_model, make_plan
-from tests.planner.problems import TINY, cluster, job
+from tests.planner.problems import QWEN, TINY, cluster, job
 
 JOBS = [job(i, (8, 64)[i % 2], (2, 4)[i % 2], i % 2) for i in range(8)]
 ON = cluster(2)
@@ -30,6 +31,25 @@ def test_moving_a_jobs_state_takes_time_in_the_bound_too():
     own = make_plan(moving, TINY, ON, options=Options(baselines=False))
     assert own.lower_bound_s > 1e11 / COST.state_bytes_s
     assert check_plan(own, moving, TINY, ON, COST) == []
+
+
+@pytest.mark.parametrize(
+    ("seed", "sites"), [(4, False), (11, False), (16, False), (17, False), (0, True), (5, True), (8, True)]
+)
+def test_jobs_of_several_optimizers_and_sites_have_a_plan_without_fault(seed, sites):
+    """Memory is that of what a pack holds, and the bound that of jobs each of which asks for something else."""
+    draw = Random(seed)
+    on, shape = cluster(draw.randint(1, 2)), draw.choice((TINY, QWEN))
+
+    def one(i):
+        plain = job(i, draw.choice((64, 128, 256)), draw.choice((1, 2)), draw.choice((0, 1)))
+        optimizer = draw.choice(("adamw", "adamw_bf16", "sgd"))
+        targets = draw.choice((None, frozenset({"q_proj", "v_proj"}))) if sites else None
+        return replace(plain, optimizer=optimizer, targets=targets)
+
+    jobs = [one(i) for i in range(draw.randint(4, 14))]
+    plan = make_plan(jobs, shape, on, options=Options(baselines=False))
+    assert check_plan(plan, jobs, shape, on, COST) == []
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from planner import (
+    MOMENT_BYTES,
     DeviceSpec,
     MemoryModel,
     Options,
@@ -177,6 +178,8 @@ def test_a_pack_holds_the_moments_of_every_optimizer_in_it(kinds, number):
     on = cluster(1, "A100-80GB")
     plan = make_plan(jobs, QWEN, on, options=Options(baselines=False))
     assert check_plan(plan, jobs, QWEN, on, cost_model(on.spec)) == []
+    mode = signature_of(jobs, 4, 4, "none", "bf16")
+    assert {kind for kind in MOMENT_BYTES if fits(mode, replace(jobs[0], optimizer=kind))} == set(kinds)
 
 
 @pytest.mark.parametrize("policy", ("none", "dots", "layer"))

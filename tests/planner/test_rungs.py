@@ -75,6 +75,10 @@ def test_the_plan_is_sound_and_what_runs_without_stops(plan):
     assert calm.makespan_s == pytest.approx(plan.makespan_s, rel=1e-9)
     assert set(calm.how.values()) == {"completed"} and len(calm.ended) == 24
     assert plan.makespan_s == max(pack.end_s for pack in plan.packs)
+    jobs = [replace(one, optimizer=("sgd", "adamw_bf16", "adamw")[i % 3]) for i, one in enumerate(JOBS)]
+    mixed = plan_of(jobs, by_rung=True)  # whose states that move are of other sizes
+    assert mixed.method == "rung by rung"
+    assert check_plan(mixed, jobs, TINY, ON, cost_model(ON.spec)) == []
 
 
 def test_a_broken_plan_is_found(plan):
