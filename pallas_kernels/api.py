@@ -11,15 +11,15 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 
-from . import fp8, reference
-from .choice import asked, glu_implementation, implementation
-from .fp8 import Fp8Weight, Rounded
+from . import mlp, reference
+from .choice import asked, implementation
+from .fp8 import Fp8Weight
 from .glu import ACTIVATIONS
 from .reference import Site
 
 # names for the policies of `jax.checkpoint`
 SHRUNK = "lora_shrunk"  # of scale·x·Aᵀ, [T, R]: keep it
-GATED = "lora_gated"  # of the gate and up of `lora_dense_glu`
+GATED = "lora_gated"  # of the gate and up of `lora_mlp`
 
 
 def lora_dense(x, w, a, b, scale, *, bias=None, mask=None):
@@ -65,7 +65,7 @@ def lora_dense_group(x, ws, adapters, *, biases=None, mask=None):
     """Apply several `lora_dense` that read the same x (q/k/v, gate/up), sharing the read of x, mask and shrink.
 
     Args:
-      x: [..., D], or what `lora_dense_glu` returns. ws: one [D, F] per site (None: the adapter alone). adapters: one
+      x: [..., D]. ws: one [D, F] per site (None: the adapter alone). adapters: one
         (a, b, scale) per site, or None. biases: one [F] or None per site, or None. mask: one dropout mask for all
         sites, or None.
 
@@ -75,36 +75,45 @@ def lora_dense_group(x, ws, adapters, *, biases=None, mask=None):
     Raises:
       ValueError: when the shapes do not fit together, or x holds no floating-point numbers.
     """
-    return _group(x, ws, adapters, biases, mask, None)
+    return _packed(x, mask, _sites(ws, adapters, biases))
 
 
-def lora_dense_glu(x, ws, adapters, *, activation, biases=None, mask=None):
-    """Apply gate and up as `lora_dense_group`, and multiply: activation(gate)·up.
+def lora_mlp(x, ws, adapters, *, activation, biases=None, masks=(None, None), keep=True):
+    """Apply a gated MLP, down(activation(gate)·up), each product as `lora_dense`.
+
+    On fp8 weights, and where the fused kernel serves, it is one function to autodiff: the unit and its gradients are
+    computed in float32, in the launches of the products beside it or in one that also rounds them to 8 bits.
 
     Args:
-      x, adapters, biases, mask: as for `lora_dense_group`. ws: of gate and of up, or one that holds both, gate first.
-      activation: "silu" or "gelu_tanh".
+      x: [..., D]. ws: of gate [D, F], up [D, F] and down [F, D'], or one that holds both [D, 2F], gate first, and down.
+      adapters, biases: one per weight, as for `lora_dense_group`. activation: "silu" or "gelu_tanh".
+      masks: dropout masks of x and of what down reads. keep: whether what down reads stays in memory for backward; else
+        it is made again of gate and up, as suits a `jax.checkpoint` whose policy keeps these by their name, `GATED`.
 
     Returns:
-      [..., F] in x.dtype, as it is or as a `Rounded`, for the `lora_dense_group` of the MLP's last site. On fp8 weights
-      the unit is computed in float32, and rounded for that site, as its gradients are for these.
+      [..., D'] in x.dtype.
 
     Raises:
       ValueError: as `lora_dense_group`, or the activation is none of these, or gate and up are not alike.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation {activation!r}: allowed are {', '.join(ACTIVATIONS)}")
-    if len(ws) not in (1, 2) or len({w.shape[-1] for w in ws if w is not None}) > 1:
-        shapes = [None if w is None else tuple(w.shape) for w in ws]
-        raise ValueError(f"weights {shapes}: give gate and up, alike, or one that holds both")
-    if len(ws) == 2 and all(isinstance(w, Fp8Weight) for w in ws):
-        return _group(x, ws, adapters, biases, mask, activation)
-    ys = tuple(checkpoint_name(y, GATED) for y in _group(x, ws, adapters, biases, mask, None))
+    *ins, down = ws
+    if len(ins) not in (1, 2) or len({w.shape[-1] for w in ins}) > 1:
+        shapes = [tuple(w.shape) for w in ins]
+        raise ValueError(f"weights {shapes} before the last: give gate and up, alike, or one that holds both")
+    biases = (None,) * len(ws) if biases is None else tuple(biases)
+    eight = [isinstance(w, Fp8Weight) for w in ws]
+    if len(ins) == 2 and (all(eight) or (not any(eight) and asked() != "xla")):
+        return _packed(x, masks, _sites(ws, adapters, biases), activation, keep)
+    ys = lora_dense_group(x, ins, adapters[:-1], biases=biases[:-1], mask=masks[0])
+    ys = tuple(checkpoint_name(y, GATED) for y in ys)
     gate, up = ys if len(ys) == 2 else jnp.split(ys[0], 2, axis=-1)
-    return ACTIVATIONS[activation](gate) * up
+    h = ACTIVATIONS[activation](gate) * up
+    return lora_dense_group(h, (down,), adapters[-1:], biases=biases[-1:], mask=masks[1])[0]
 
 
-def _group(x, ws, adapters, biases, mask, activation):
+def _sites(ws, adapters, biases):
     biases = (None,) * len(ws) if biases is None else tuple(biases)
     if not len(ws) == len(adapters) == len(biases):
         raise ValueError(
@@ -119,13 +128,20 @@ def _group(x, ws, adapters, biases, mask, activation):
         else:
             a, b, scale = (jnp.asarray(t) for t in adapter)
             sites.append(Site(w, bias, a[None], b[None], scale[None]))
-    if isinstance(x, Rounded) and not any(isinstance(w, Fp8Weight) for w in ws):
-        x = x.x
+    return sites
+
+
+def _packed(x, masks, sites, activation=None, keep=True):
+    """Call the packed function for one job, with an `activation` that of a gated MLP, whose masks are two."""
     lead = x.shape[:-1]
-    _check(x, mask, sites)
-    x, sites = _alike(x, mask, sites)
-    flat = jax.tree.map(lambda t: t.reshape(1, -1, t.shape[-1]), (x, mask))
-    out = _lora(asked(), activation)(*flat, tuple(sites))
+    if activation:
+        _check(x, masks[0], sites[:2])
+        _check(jax.ShapeDtypeStruct((*lead, sites[0].d_out), x.dtype), masks[1], sites[2:])
+    else:
+        _check(x, masks, sites)
+    x, sites = _alike(x, masks, sites)
+    flat = jax.tree.map(lambda t: t.reshape(1, -1, t.shape[-1]), (x, masks))
+    out = _lora(asked(), activation, keep)(*flat, tuple(sites))
     return jax.tree.map(lambda y: y.reshape(*lead, y.shape[-1]), out)
 
 
@@ -167,65 +183,53 @@ def _check(x, mask, sites):
 
 
 @functools.cache
-def _lora(asked, activation):
-    """Return the function of one asked implementation: JAX remembers by the function what it has traced of it.
+def _lora(asked, activation, keep):
+    """Return the function of one asked implementation: JAX remembers by the function what it has traced of it."""
 
-    With an `activation` it gives the gated linear unit of its two sites.
-    """
+    def forward_by(asked):
+        def forward(x, mask, sites):
+            if activation:
+                return mlp.forward(activation, x, mask, sites, asked)
+            return implementation(x, sites, asked).forward(x, mask, sites)
 
-    @custom_vmap
-    def forward(x, mask, sites):
-        return implementation(x, sites, asked).forward(x, mask, sites)
+        return forward
 
-    @custom_vmap
-    def backward(x, mask, sites, us, dys, rounded):
-        return implementation(x, sites, asked).backward(x, mask, sites, us, dys, rounded)
+    def backward_by(asked):
+        def backward(x, mask, sites, us, dys, kept):
+            if activation:
+                return mlp.backward(activation, x, mask, sites, us, dys, kept, asked)
+            return implementation(x, sites, asked).backward(x, mask, sites, us, dys)
 
-    @custom_vmap
-    def unit(gate, up, ws):
-        del ws  # as `_rows_rule` wants it
-        own = glu_implementation(gate, asked)
-        return jax.jit(own.round_glu, static_argnums=0)(activation, gate, up)
+        return backward
 
-    @custom_vmap
-    def unit_back(gate, up, dh, ws):
-        columns, kind = [w.scale for w in ws], fp8.gradient_format(ws)
-        own = glu_implementation(gate, asked)
-        return jax.jit(own.round_glu_back, static_argnums=(0, 5))(activation, gate, up, dh, columns, kind)
-
-    forward.def_vmap(functools.partial(_forward_rule, forward))
-    backward.def_vmap(functools.partial(_backward_rule, backward))
-    unit.def_vmap(functools.partial(_rows_rule, unit))
-    unit_back.def_vmap(functools.partial(_rows_rule, unit_back))
+    forward, backward = custom_vmap(forward_by(asked)), custom_vmap(backward_by(asked))
+    forward.def_vmap(functools.partial(_forward_rule, forward, forward_by("xla")))
+    backward.def_vmap(functools.partial(_backward_rule, backward, backward_by("xla")))
 
     @jax.custom_vjp
     def lora(x, mask, sites):
         ys, _ = forward(x, mask, sites)
-        return unit(*ys, ()) if activation else ys
+        return ys[0] if activation else ys
 
     def lora_fwd(x, mask, sites):
         ys, us = forward(x, mask, sites)
         # small, and made inside the launch of a whole frozen product: not to be computed again for dB
         us = jax.tree.map(lambda u: checkpoint_name(u, SHRUNK), us)
-        if isinstance(x, Rounded):
-            x = Rounded(x.x, None, None)
         if not activation:
             return ys, (x, mask, sites, us, None)
-        ys = tuple(checkpoint_name(y, GATED) for y in ys)
-        return unit(*ys, ()), (x, mask, sites, us, ys)
+        y, gate, up, h = ys
+        gate, up = (checkpoint_name(t, GATED) for t in (gate, up))
+        return y, (x, mask, sites, us, (gate, up, reference.masked(h, None) if keep else None))
 
     def lora_bwd(residuals, dys):
-        x, mask, sites, us, ys = residuals
-        rounded = None
-        if activation:
-            dys, rounded = unit_back(*ys, dys.x, tuple(site.w for site in sites))
-        dx, das, dbs = backward(x, mask, sites, us, dys, rounded)
+        x, mask, sites, us, kept = residuals
+        dx, das, dbs = backward(x, mask, sites, us, (dys,) if activation else dys, kept)
 
         def cast(site, da, db):
             return (None, None) if da is None else (da.astype(site.a.dtype), db.astype(site.b.dtype))
 
         grads = tuple(Site(None, None, *cast(*each), None) for each in zip(sites, das, dbs, strict=True))
-        return Rounded(dx, None, None) if isinstance(x, Rounded) else dx, None, grads
+        return dx, None, grads
 
     lora.defvjp(lora_fwd, lora_bwd)
     return lora
@@ -292,29 +296,16 @@ def _job_count(values, batched) -> int:
     return max(value.shape[1 if is_batched else 0] for value, is_batched in pairs)
 
 
-def _rows_rule(function, n, batched, *args):
-    """Batch what treats rows alike, with the frozen weights as last argument: those of more jobs are more rows."""
-    everywhere = [
-        jax.tree.map(lambda t, flag: t if flag else jnp.broadcast_to(t, (n, *t.shape)), arg, flags)
-        for arg, flags in zip(args, batched, strict=True)
-    ]
-    if _any(batched[-1]):  # weights of their own (unusual): one after another
-        out = jax.lax.map(lambda each: function(*each), everywhere)
-    else:
-        out = function(*everywhere[:-1], args[-1])
-    return out, jax.tree.map(lambda _: True, out)
-
-
-def _forward_rule(forward, n, batched, x, mask, sites):
+def _forward_rule(forward, by_xla, n, batched, x, mask, sites):
     x_batched, mask_batched, sites_batched = batched
     if _base_batched(sites_batched):
-        return _vmap_reference(reference.forward, n, batched, (x, mask, sites))
+        return _vmap_reference(by_xla, n, batched, (x, mask, sites))
     jobs = _job_count((x, mask, _adapters(sites)), (x_batched, mask_batched, _adapters(sites_batched)))
     if _any(sites_batched):
         packed = _adapters_as_jobs(n, sites, sites_batched, jobs)
         ys, us = forward(_shared(n, x, x_batched, jobs), _shared(n, mask, mask_batched, jobs), packed)
         # a site without adapter that reads shared tokens has one result for all jobs
-        ys = tuple(jnp.broadcast_to(y, (n * jobs, *y.shape[1:])) for y in ys)
+        ys = jax.tree.map(lambda y: jnp.broadcast_to(y, (n * jobs, *y.shape[1:])), ys)
         out = _split_jobs(n, jobs, (ys, us))
         return out, jax.tree.map(lambda _: True, out)
 
@@ -331,10 +322,10 @@ def _forward_rule(forward, n, batched, x, mask, sites):
     return out, jax.tree.map(lambda _: True, out)
 
 
-def _backward_rule(backward, n, batched, x, mask, sites, us, dys, rounded):
-    x_batched, mask_batched, sites_batched, us_batched, dys_batched, rounded_batched = batched
+def _backward_rule(backward, by_xla, n, batched, x, mask, sites, us, dys, kept):
+    x_batched, mask_batched, sites_batched, us_batched, dys_batched, kept_batched = batched
     if _base_batched(sites_batched):
-        return _vmap_reference(reference.backward, n, batched, (x, mask, sites, us, dys, rounded))
+        return _vmap_reference(by_xla, n, batched, (x, mask, sites, us, dys, kept))
     # Every element of the new axis owes its own dA and dB, so all of them become jobs here.
     jobs = _job_count((x, mask, us, dys), (x_batched, mask_batched, us_batched, dys_batched))
     out = backward(
@@ -343,8 +334,8 @@ def _backward_rule(backward, n, batched, x, mask, sites, us, dys, rounded):
         _adapters_as_jobs(n, sites, sites_batched, jobs),
         *jax.tree.map(
             lambda value, flag: _jobs(n, value, flag, jobs),
-            (us, dys, rounded),
-            (us_batched, dys_batched, rounded_batched),
+            (us, dys, kept),
+            (us_batched, dys_batched, kept_batched),
         ),
     )
     out = _split_jobs(n, jobs, out)

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from . import fp8 as xla_fp8
 from . import reference
 from .fp8 import Fp8Weight
 from .reference import Site, adapted
@@ -189,25 +188,46 @@ def config_for(which: str, k: int, n: int, device: Device, fp8: bool = False) ->
 
 
 class _Hopper(NamedTuple):
+    """Give the functions of `hopper` their tiles.
+
+    Each call is of a function of its own: layers that are written out one by one call it, and it is lowered once.
+    """
+
     device: Device
 
     def forward(self, x, mask, sites):
-        def config(site):
-            fp8 = isinstance(site.w, Fp8Weight)
-            return config_for("forward", x.shape[-1], site.d_out, self.device, fp8)
-
         from . import hopper  # imports Pallas for GPUs, a second that other processes need not wait
 
-        # a function of its own: layers that are written out one by one call it, and it is lowered once
-        return jax.jit(functools.partial(hopper.forward, config=config))(x, mask, sites)
+        return jax.jit(functools.partial(hopper.forward, config=self._forward_tiles(x)))(x, mask, sites)
+
+    def forward_glu(self, activation, x, mask, sites):
+        from . import hopper
+
+        function = functools.partial(hopper.forward_glu, activation, config=self._forward_tiles(x))
+        return jax.jit(function)(x, mask, sites)
 
     def backward(self, x, mask, sites, us, dys, rounded=None):
         from . import hopper
 
-        depth = sum(site.d_out for site in sites)
-        fp8 = isinstance(sites[0].w, Fp8Weight)
-        config = config_for("backward", depth, x.shape[-1], self.device, fp8)
-        return jax.jit(functools.partial(hopper.backward, config=config))(x, mask, sites, us, dys, rounded)
+        function = functools.partial(hopper.backward, config=self._backward_tiles(sites))
+        return jax.jit(function)(x, mask, sites, us, dys, rounded)
+
+    def backward_glu(self, activation, h, mask, sites, us, dys, ys, ws):
+        from . import hopper
+
+        function = functools.partial(hopper.backward_glu, activation, config=self._backward_tiles(sites))
+        return jax.jit(function)(h, mask, sites, us, dys, ys, ws)
+
+    def _forward_tiles(self, x):
+        def config(site):
+            fp8 = isinstance(site.w, Fp8Weight)
+            return config_for("forward", x.shape[-1], site.d_out, self.device, fp8)
+
+        return config
+
+    def _backward_tiles(self, sites):
+        depth, fp8 = sum(site.d_out for site in sites), isinstance(sites[0].w, Fp8Weight)
+        return config_for("backward", depth, sites[0].w.shape[0], self.device, fp8)
 
 
 def implementation(x, sites: tuple[Site, ...], mode: str | None = None):
@@ -232,12 +252,3 @@ def implementation(x, sites: tuple[Site, ...], mode: str | None = None):
         mode=mode,
     )
     return _Hopper(device) if choice.name == "hopper" else reference
-
-
-def glu_implementation(gate, mode: str):
-    """Return the module whose `round_glu` and `round_glu_back` serve rows like these."""
-    if gate.shape[-1] % 128 or _why_no_kernel(gate.dtype, mode, default_device()):
-        return xla_fp8
-    from . import hopper_rows
-
-    return hopper_rows

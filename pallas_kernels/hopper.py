@@ -13,11 +13,11 @@ import functools
 
 import jax.numpy as jnp
 
-from . import reference
-from .fp8 import Fp8Weight, Rounded, gradient_format
-from .hopper_gemm import DEFAULT, MAX_SHRINK, Extra, Scales, Shrink, lora_gemm, shrink_width
+from . import hopper_rows, reference
+from .fp8 import Rounded, gradient_format
+from .hopper_gemm import DEFAULT, MAX_SHRINK, Extra, Scales, Shrink, Unit, lora_gemm, shrink_width
 from .hopper_rows import round_rows
-from .reference import Site, accumulator, adapted, job_product, masked
+from .reference import Site, accumulator, adapted, holds_fp8, job_product, masked
 
 BLOCK = 64  # ranks a step of the kernel takes
 
@@ -51,7 +51,19 @@ def expansion(b, at, rows, dtype):
 
 def forward(x, mask, sites: tuple[Site, ...], *, config=lambda site: DEFAULT, interpret=None):
     """Compute the outputs and scaled shrinks of all sites; as `reference.forward`. config: the tiles for a site."""
-    dtype, fp8 = x.dtype, _is_fp8(sites)
+    return _forward(None, x, mask, sites, config, interpret)
+
+
+def forward_glu(activation, x, mask, sites, *, config=lambda site: DEFAULT, interpret=None):
+    """Compute gate, up and activation(gate)·up, as `reference.forward_glu`: in the launch that makes up."""
+    if holds_fp8(sites) or sites[1].a is None:
+        own = functools.partial(forward, config=config, interpret=interpret)
+        return reference.forward_glu(activation, x, mask, sites, own, hopper_rows)
+    return _forward(activation, x, mask, sites, config, interpret)
+
+
+def _forward(activation, x, mask, sites, config, interpret):
+    dtype, fp8 = x.dtype, holds_fp8(sites)
     a, scale = stack(sites, dtype)
     rows = a.shape[1]
     leader, u = None, None
@@ -70,8 +82,9 @@ def forward(x, mask, sites: tuple[Site, ...], *, config=lambda site: DEFAULT, in
     for i in adapted(sites):
         starts[i], at = at, at + sites[i].a.shape[1]
     ys: dict[int, jnp.ndarray] = {}
-    # the leader's launch comes first and gives u to the others
-    for i in sorted(range(len(sites)), key=lambda i: i != leader):
+    # the leader's launch comes first and gives u to the others; of gate and up that is gate, or nobody waits for it
+    order = range(len(sites)) if activation else sorted(range(len(sites)), key=lambda i: i != leader)
+    for i in order:
         site = sites[i]
         if site.a is None:
             ys[i] = reference.forward(x, None, (site,))[0][0]
@@ -88,27 +101,46 @@ def forward(x, mask, sites: tuple[Site, ...], *, config=lambda site: DEFAULT, in
         e, first = expansion(site.b, starts[i], rows, dtype)
         shrinks = (Shrink(0, a, scale),) if i == leader else ()
         extras = (Extra(0 if i == leader else u, first, e.swapaxes(1, 2)),)
-        ys[i], made = launch(((x, site.w.astype(dtype)),), shrinks, extras)
-        u = made[0] if made else u
+        unit = Unit(activation, ys[0]) if activation and i else None
+        made, shrunk = launch(((x, site.w.astype(dtype)),), shrinks, extras, unit=unit)
+        ys.update(enumerate(made, i) if unit else [(i, made)])
+        u = shrunk[0] if shrunk else u
     us = reference.split_ranks(u, sites, axis=2)
-    return tuple(ys[i] for i in range(len(sites))), us
+    return tuple(ys[i] for i in range(len(ys))), us
 
 
 def backward(x, mask, sites: tuple[Site, ...], us, dys, rounded=None, *, config=DEFAULT, interpret=None):
     """Compute dx, dA and dB of all sites; as `reference.backward`."""
-    xm, out = masked(x, mask), reference.gradient_dtype(sites)
-    dx, dus = _dx(mask, sites, dys, rounded, config, interpret)
-    das: list = [None] * len(sites)
+    dx, dus = _dx(mask, sites, dys, rounded, None, config, interpret)
+    return dx, *_adapter_gradients(masked(x, mask), sites, us, dys, dus)
+
+
+def backward_glu(activation, h, mask, sites, us, dys, ys, ws, *, config=DEFAULT, interpret=None):
+    """Compute the gradients of gate and up, and of the adapters of the site that reads the unit, as
+    `reference.backward_glu`: in the launch of its dx.
+    """
+    if holds_fp8(sites) or mask is not None:
+        own = functools.partial(backward, config=config, interpret=interpret)
+        return reference.backward_glu(activation, h, mask, sites, us, dys, ys, ws, own, hopper_rows)
+    unit = Unit(activation, *ys, again=h is None)
+    (dgate, dup, *again), dus = _dx(mask, sites, dys, None, unit, config, interpret)
+    h = again[0] if again else h
+    return (dgate, dup), None, *_adapter_gradients(h, sites, us, dys, dus)
+
+
+def _adapter_gradients(x, sites, us, dys, dus):
+    """Return dA and dB of all sites, None where there is no adapter."""
+    out, das = reference.gradient_dtype(sites), [None] * len(sites)
     dbs = list(das)
     for i, du in dus.items():
-        das[i] = job_product(du, xm, "tk,tn", out)
+        das[i] = job_product(du, x, "tk,tn", out)
         dbs[i] = job_product(dys[i], us[i], "tk,tn", out)
-    return dx, tuple(das), tuple(dbs)
+    return tuple(das), tuple(dbs)
 
 
-def _dx(mask, sites, dys, rounded, config, interpret):
-    """Return dx and, by site, du = scale·(dy·B), all from one launch where the ranks fit in it."""
-    dtype, fp8 = dys[0].dtype, _is_fp8(sites)
+def _dx(mask, sites, dys, rounded, unit, config, interpret):
+    """Return dx, or what a `Unit` makes of it, and by site du = scale·(dy·B): one launch where the ranks fit in it."""
+    dtype, fp8 = dys[0].dtype, holds_fp8(sites)
     ranks = {i: sites[i].a.shape[1] for i in adapted(sites)}
     more = {i: rank_rows(rank) - rank for i, rank in ranks.items()}
     bts = {i: _pad(sites[i].b.astype(dtype).swapaxes(1, 2), 1, 0, more[i]) for i in ranks}
@@ -138,7 +170,14 @@ def _dx(mask, sites, dys, rounded, config, interpret):
         ats = {i: _pad(sites[i].a.astype(dtype).swapaxes(1, 2), 2, 0, more[i]) for i in ranks}
         extras = [Extra(added[i], 0, ats[i]) for i in ranks]
     dx, made = lora_gemm(
-        products, shrinks, extras, scales=scales, transposed=True, config=config, interpret=interpret
+        products,
+        shrinks,
+        extras,
+        scales=scales,
+        unit=unit,
+        transposed=True,
+        config=config,
+        interpret=interpret,
     )
     dus |= dict(zip(ranks, made, strict=False))
     dus = {i: dus[i][:, :, :rank] for i, rank in ranks.items()}
@@ -149,7 +188,3 @@ def _dx(mask, sites, dys, rounded, config, interpret):
         ]
         dx = (dx.astype(acc) + sum(parts) * mask.astype(acc)).astype(dtype)
     return dx, dus
-
-
-def _is_fp8(sites) -> bool:
-    return any(isinstance(site.w, Fp8Weight) for site in sites)

@@ -24,6 +24,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from .glu import glu, glu_back
 from .tiles import PIECE, STEP_BYTES, TILE_M, GemmConfig, fit_shared
 
 WGS = 2  # warpgroups that multiply
@@ -58,6 +59,18 @@ class Scales(NamedTuple):
     dtype: Any  # of the result and of `Extra`s
 
 
+class Unit(NamedTuple):
+    """Make a gated linear unit of the sums, which are up, or where that is given the gradient of the unit.
+
+    The results are up and activation(gate)·up, or the gradients of gate and up.
+    """
+
+    activation: str  # of `glu.ACTIVATIONS`
+    gate: jax.Array  # [J, T, N]
+    up: jax.Array | None = None
+    again: bool = False  # give activation(gate)·up beside the gradients
+
+
 def shrink_width(rank: int) -> int:
     """Return the columns a shrink of some ranks accumulates: a multiple of 16, which a swizzled store needs."""
     return -(-rank // 16) * 16
@@ -84,6 +97,7 @@ def lora_gemm(
     *,
     bias=None,
     scales=None,
+    unit=None,
     transposed=False,
     config=DEFAULT,
     interpret=None,
@@ -93,11 +107,12 @@ def lora_gemm(
     Args:
       products: pairs x [J, T, K] and w [K, N] (transposed: [N, K]); K may differ between pairs.
       shrinks: `Shrink`s of at most 128 ranks each, one a product at most. extras: `Extra`s. bias: [N] or None.
+      unit: `Unit`, which makes two or three results in place of one.
       scales: `Scales` where x and w are 8-bit numbers, which takes `transposed`, no shrinks, and K of multiples of 128.
       All else of one 16-bit dtype; T a multiple of 8; K, N multiples of 64; ranks multiples of 8, and of 64 above 64.
 
     Returns:
-      (out, us): [J, T, N] in that dtype, rounded once from float32, and one [J, T, R] per shrink.
+      (out, us): [J, T, N] in that dtype, rounded once from float32, or those of the unit, and one [J, T, R] per shrink.
     """
     (jobs, tokens, _), left = products[0][0].shape, products[0][0].dtype
     dtype, depth = scales.dtype if scales else left, STEP_BYTES // left.itemsize  # of a step of the products
@@ -117,10 +132,13 @@ def lora_gemm(
     e_steps = [pl.cdiv(extra.e.shape[2 if transposed else 1], PIECE) for extra in extras]
     steps = sum(k_steps) + sum(e_steps)
     shrink_of = {shrink.product: s for s, shrink in enumerate(shrinks)}
+    unit_steps = c.tile_n // PIECE if unit else 0
+    per_tile = steps + unit_steps
     *starts, _ = itertools.accumulate(k_steps, initial=0)
     *a_starts, a_steps = itertools.accumulate(
         (k if p in shrink_of else 0 for p, k in enumerate(k_steps)), initial=0
     )
+    outs = (3 if unit.again else 2) if unit else 1
     awaited = any(isinstance(extra.u, int) for extra in extras)
     flags = bool(shrinks) and interpret is None
     if shrinks and not flags and clusters != 1:
@@ -141,14 +159,15 @@ def lora_gemm(
         [extra.e for extra in extras],
         bias,
         (rows, columns) if scales else None,
+        (unit.gate, unit.up) if unit else None,
     )
     flat, tree = jax.tree.flatten(operands)
 
     def body(*refs):
-        x_refs, w_refs, a_refs, u_scale_ref, u_refs, e_refs, bias_ref, scale_refs = tree.unflatten(
+        x_refs, w_refs, a_refs, u_scale_ref, u_refs, e_refs, bias_ref, scale_refs, unit_refs = tree.unflatten(
             refs[: len(flat)]
         )
-        out_ref, *su_refs = refs[len(flat) :]
+        out_refs, su_refs = refs[len(flat) : len(flat) + outs], refs[len(flat) + outs :]
         u_refs = [su_refs[extra.u] if u is None else u for extra, u in zip(extras, u_refs, strict=True)]
 
         def scope(x_smem, w_smem, out_smem, full, free, a_smem, u_smem, a_full, a_free, u_done):
@@ -206,7 +225,7 @@ def lora_gemm(
                         def _base(k, p=p, x_ref=x_ref, w_ref=w_ref):
                             depths = pl.ds(k * depth, depth)
                             right = w_ref.at[columns, depths] if transposed else w_ref.at[depths, columns]
-                            step, a_step = i * steps + starts[p] + k, i * a_steps + a_starts[p] + k
+                            step, a_step = i * per_tile + starts[p] + k, i * a_steps + a_starts[p] + k
                             fill(step, x_ref.at[job, rows, depths], right, x_base, w_base, multicast=True)
                             if p in shrink_of:
                                 pl.when(leads)(lambda: fill_a(a_step, shrink_of[p], job, depths))
@@ -215,7 +234,7 @@ def lora_gemm(
                         pl.when(leads)(lambda: plgpu.barrier_wait(u_done))
                     if awaited and flags:
                         pl.when(~leads)(lambda: pl.semaphore_wait(ready.at[index], WGS, decrement=False))
-                    first = i * steps + sum(k_steps)
+                    first = i * per_tile + sum(k_steps)
                     for extra, u_ref, e_ref, count in zip(extras, u_refs, e_refs, e_steps, strict=True):
 
                         @pl.loop(0, count)
@@ -229,6 +248,20 @@ def lora_gemm(
 
                         first += count
 
+                    if unit:
+                        gate_ref, up_ref = unit_refs
+
+                        @pl.loop(0, unit_steps)
+                        def _unit(k, first=first):
+                            piece = pl.ds(column + k * PIECE, PIECE)
+                            if up_ref is None:
+                                halves = [half * ROWS for half in range(WGS)]
+                                parts = [gate_ref.at[job, pl.ds(row + half, ROWS), piece] for half in halves]
+                                fill(first + k, *parts, *(x_base.at[:, pl.ds(half, ROWS)] for half in halves))
+                            else:
+                                parts = [ref.at[job, rows, piece] for ref in unit_refs]
+                                fill(first + k, *parts, x_base, w_base.at[:, pl.ds(0, TILE_M)])
+
                 walk(on_tile)
 
                 def drain(total, ring, barrier):
@@ -238,7 +271,7 @@ def lora_gemm(
                         pl.when(step >= 0)(lambda: plgpu.barrier_wait(barrier.at[mod(step, ring)]))
 
                 # a block must not leave while its peer may still signal it
-                drain(tile_count * steps, c.stages, free)
+                drain(tile_count * per_tile, c.stages, free)
                 if shrinks:
                     drain(leader_count * a_steps, a_stages, a_free)
 
@@ -271,17 +304,43 @@ def lora_gemm(
                     row = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
                     return lax.broadcast_in_dim(row.astype(jnp.float32), (ROWS, row.shape[0]), [1])
 
+                def send(n, piece, which, targets, buffer):
+                    """Let the n-th of the pieces that take turns in a buffer leave for one of the targets."""
+                    slots = buffer.shape[1]
+                    plgpu.wait_smem_to_gmem(slots - 1 if n else 0, wait_read_only=True)
+                    buffer[wg, n % slots] = piece.astype(dtype)
+                    plgpu.commit_smem()
+                    copy = functools.partial(plgpu.copy_smem_to_gmem, buffer.at[wg, n % slots])
+                    lax.switch(which, [functools.partial(copy, target) for target in targets])
+
                 def store(total, refs, which, job, row, column, buffer=out_smem):
-                    slots, _, size = buffer.shape[1:]
-                    rows = pl.ds(row + wg * ROWS, ROWS)
+                    size, rows = buffer.shape[-1], pl.ds(row + wg * ROWS, ROWS)
                     for k in range(total.shape[1] // size):
-                        slot = k % slots
-                        plgpu.wait_smem_to_gmem(slots - 1 if k else 0, wait_read_only=True)
-                        buffer[wg, slot] = total[:, k * size : (k + 1) * size].astype(dtype)
-                        plgpu.commit_smem()
-                        copy = functools.partial(plgpu.copy_smem_to_gmem, buffer.at[wg, slot])
                         targets = [ref.at[job, rows, pl.ds(column + k * size, size)] for ref in refs]
-                        lax.switch(which, [functools.partial(copy, target) for target in targets])
+                        send(k, total[:, k * size : (k + 1) * size], which, targets, buffer)
+
+                def store_unit(total, first, job, row, column):
+                    """Read gate, and up, from the ring behind the products' steps, and store what becomes of them."""
+                    rows = pl.ds(row + wg * ROWS, ROWS)
+                    for k in range(unit_steps):
+                        slot, own = mod(first + k, c.stages), total[:, k * PIECE : (k + 1) * PIECE]
+                        plgpu.barrier_wait(full.at[slot])
+                        load = functools.partial(plgpu.load, layout=plgpu.Layout.WGMMA)
+                        gate = load(x_base.at[slot, my_rows]).astype(jnp.float32)
+                        if unit.up is not None:
+                            up = load(w_base.at[slot, my_rows]).astype(jnp.float32)
+                        plgpu.commit_smem()  # what was read may be written by the copy engine
+                        plgpu.barrier_arrive(free.at[slot])
+                        if unit.up is None:
+                            own = own.astype(dtype)
+                            made = own, glu(unit.activation, gate, own.astype(jnp.float32))
+                        else:
+                            made = glu_back(unit.activation, gate, up, own)
+                            if outs == 3:
+                                made = *made, glu(unit.activation, gate, up)
+                        for at, (piece, ref) in enumerate(zip(made, out_refs, strict=True)):
+                            target = ref.at[job, rows, pl.ds(column + k * PIECE, PIECE)]
+                            send(k * outs + at, piece, 0, [target], out_smem)
 
                 def pick(values, p):
                     """Return values[p] of a traced p."""
@@ -291,7 +350,7 @@ def lora_gemm(
                     """Run a leader's products, with its shrinks."""
 
                     def shrink(p):
-                        first, first_a = i * steps + pick(starts, p), i * a_steps + pick(a_starts, p)
+                        first, first_a = i * per_tile + pick(starts, p), i * a_steps + pick(a_starts, p)
                         s = pick([shrink_of.get(at, 0) for at in range(len(products))], p)
 
                         def run(a_acc):
@@ -309,7 +368,7 @@ def lora_gemm(
                         if shrinking:
                             pl.loop(ps[0], ps[-1] + 1)(shrink)
                         else:
-                            multiply(acc, i * steps + starts[ps[0]], sum(k_steps[p] for p in ps))
+                            multiply(acc, i * per_tile + starts[ps[0]], sum(k_steps[p] for p in ps))
                     if awaited:
                         plgpu.wait_smem_to_gmem(0)
                         plgpu.barrier_arrive(u_done)
@@ -323,10 +382,10 @@ def lora_gemm(
                             pl.when(leads)(lambda: lead(acc, i, index, job, row))
                             done = jnp.where(leads, jnp.int32(sum(k_steps)), 0)
                         if scales:
-                            multiply(acc, i * steps, sum(k_steps))
-                            multiply(acc, i * steps + sum(k_steps), sum(e_steps), None, x_extra, w_extra)
+                            multiply(acc, i * per_tile, sum(k_steps))
+                            multiply(acc, i * per_tile + sum(k_steps), sum(e_steps), None, x_extra, w_extra)
                         else:
-                            multiply(acc, i * steps + done, steps - done)
+                            multiply(acc, i * per_tile + done, steps - done)
                         return acc[...]
 
                     total = pl.run_scoped(run, plgpu.ACC((ROWS, c.tile_n), jnp.float32))
@@ -340,7 +399,10 @@ def lora_gemm(
                             total *= vector(of_columns.at[pl.ds(column, c.tile_n)])
                     if bias_ref is not None:
                         total += vector(bias_ref.at[pl.ds(column, c.tile_n)])
-                    store(total, [out_ref], 0, job, row, column)
+                    if unit:
+                        store_unit(total, i * per_tile + steps, job, row, column)
+                    else:
+                        store(total, out_refs, 0, job, row, column)
 
                 walk(on_tile)
                 plgpu.wait_smem_to_gmem(0)
@@ -372,7 +434,7 @@ def lora_gemm(
 
     results = plgpu.kernel(
         body,
-        out_type=[jax.ShapeDtypeStruct((jobs, tokens, n), dtype)]
+        out_type=[jax.ShapeDtypeStruct((jobs, tokens, n), dtype)] * outs
         + [jax.ShapeDtypeStruct((jobs, tokens, s.a.shape[1]), dtype) for s in shrinks],
         grid=(clusters,),
         grid_names=("sm",),
@@ -380,10 +442,11 @@ def lora_gemm(
         cluster_names=("cluster",),
         num_threads=WGS + 1,
         thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True) if unit else None,
         interpret=interpret,
     )(*flat)
-    out, *us = vary_like(products[0][0], results)
-    return out, tuple(us)
+    results = vary_like(products[0][0], results)
+    return results[0] if outs == 1 else tuple(results[:outs]), tuple(results[outs:])
 
 
 def vary_like(operand, results):

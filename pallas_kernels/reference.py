@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from . import fp8
 from .fp8 import Fp8Weight, Rounded, sum_transposed
+from .glu import glu, glu_back
 
 
 class Site(NamedTuple):
@@ -30,6 +32,16 @@ class Site(NamedTuple):
 def accumulator(dtype) -> jnp.dtype:
     """Return the dtype sums are kept in: float32, or float64 for float64 inputs."""
     return jnp.promote_types(dtype, jnp.float32)
+
+
+def wide(*arrays):
+    """Return arrays as their sums are kept."""
+    return [x.astype(accumulator(x.dtype)) for x in arrays]
+
+
+def holds_fp8(sites) -> bool:
+    """Say whether the frozen weights are 8-bit numbers."""
+    return any(isinstance(site.w, Fp8Weight) for site in sites)
 
 
 def masked(x, mask):
@@ -167,3 +179,40 @@ def backward(x, mask, sites: tuple[Site, ...], us, dys, rounded=None):
             dbs[i] = job_product(dys[i], us[i], "tk,tn", out)
     dx = sum(terms[1:], terms[0]).astype(dtype)
     return dx, das, tuple(dbs)
+
+
+def forward_glu(activation, x, mask, sites: tuple[Site, ...], forward=forward, rows=fp8):
+    """Compute gate, up and activation(gate)·up, in float32 at least, of gate's and up's sites.
+
+    Args:
+      activation: of `glu.ACTIVATIONS`. x, mask, sites: as for `forward`, which may be another implementation's.
+      rows: the module whose `round_glu` gives the third result on fp8 weights, `Rounded` for the next product.
+
+    Returns:
+      ((gate, up, h), us): three results in place of the two of `forward`.
+    """
+    (gate, up), us = forward(x, mask, sites)
+    if holds_fp8(sites):
+        return (gate, up, rows.round_glu(activation, gate, up)), us
+    return (gate, up, glu(activation, *wide(gate, up)).astype(gate.dtype)), us
+
+
+def backward_glu(activation, h, mask, sites, us, dys, ys, ws, backward=backward, rows=fp8):
+    """Compute from dy of the site that reads h = activation(gate)·up the gradients of gate and up, and its dA and dB.
+
+    Args:
+      h: what `forward_glu` returned, or None: it is computed again. mask, sites, us, dys: as for `backward`, which
+        may be another implementation's. ys: gate and up. ws: their weights.
+      rows: the module whose `round_glu_back` rounds the gradients where these are fp8.
+
+    Returns:
+      (dys, rounded, das, dbs): the first two as `backward` of gate's and up's sites takes them.
+    """
+    gate, up = ys
+    h = glu(activation, *wide(gate, up)).astype(gate.dtype) if h is None else h
+    dh, das, dbs = backward(h, mask, sites, us, dys)
+    if holds_fp8(sites):
+        columns, kind = [w.scale for w in ws], fp8.gradient_format(ws)
+        return *rows.round_glu_back(activation, gate, up, dh, columns, kind), das, dbs
+    dys = tuple(dy.astype(gate.dtype) for dy in glu_back(activation, *wide(gate, up, dh)))
+    return dys, None, das, dbs

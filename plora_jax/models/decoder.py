@@ -7,7 +7,7 @@ D model, N heads, K key/value heads, H head size, V vocabulary, R rank.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -21,10 +21,9 @@ from pallas_kernels import (
     GATED,
     SHRUNK,
     Fp8Weight,
-    Rounded,
     by_default,
-    lora_dense_glu,
     lora_dense_group,
+    lora_mlp,
 )
 from plora_jax.models.attention import FULL, attend, attend_past, check_attention, heads_first, visible
 from plora_jax.models.config import SOURCES, ModelConfig
@@ -160,7 +159,12 @@ class Layer(nnx.Module):
     ) -> tuple[Float[Array, "B S D"], tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]]]:
         """Return the layer's output, and the keys and values that a cache would hold."""
         c = self.config
-        project = partial(self.project, adapters=adapters, flow=flow, which=which, runtime=runtime)
+        sites_of = partial(self.sites_of, adapters=adapters, flow=flow, which=which, runtime=runtime)
+
+        def project(source: str, x: Array) -> tuple[Array, ...]:
+            weights, lora, biases, mask = sites_of(source, x.dtype)
+            ys = lora_dense_group(x, weights, lora, biases=biases, mask=mask)
+            return tuple(checkpoint_name(y, source) for y in ys)
 
         h = self.attn_pre(x) if c.pre_norm else x
         q, k, v = _parts(project("attn_in", h), (c.n_heads, c.n_kv_heads, c.n_kv_heads), c.head_dim)
@@ -175,32 +179,31 @@ class Layer(nnx.Module):
         x = x + (self.attn_post(h) if c.post_norm else h)
 
         h = self.mlp_pre(x) if c.pre_norm else x
-        (h,) = project("mlp_in", h, activation=c.activation)  # [B, S, d_ff]
-        (h,) = project("mlp_act", h)
+        parts = zip(*(sites_of(source, h.dtype) for source in ("mlp_in", "mlp_act")), strict=True)
+        weights, lora, biases, masks = parts
+        h = lora_mlp(
+            h,
+            sum(weights, ()),
+            sum(lora, ()),
+            activation=c.activation,
+            biases=sum(biases, ()),
+            masks=masks,
+            keep=runtime.recompute != "dots",
+        )
+        h = checkpoint_name(h, "mlp_act")
         return x + (self.mlp_post(h) if c.post_norm else h), (heads_first(k), heads_first(v))
 
-    def project(
-        self,
-        source: str,
-        x: Float[Array, "B S d_in"] | Rounded,
-        activation: str | None = None,
-        *,
-        adapters: Adapters,
-        flow: Flow,
-        which: Which,
-        runtime: Runtime,
-    ) -> tuple[Float[Array, "B S d_out"], ...]:
-        """Apply the sites that read one source, each with its adapter if any; with an activation, gate and up."""
+    def sites_of(
+        self, source: str, dtype: Any, *, adapters: Adapters, flow: Flow, which: Which, runtime: Runtime
+    ) -> tuple[tuple[Any, ...], tuple[LoRA | None, ...], tuple[Array | None, ...], Array | None]:
+        """Return weights, adapters if any and biases of the sites that read one source, and its dropout mask."""
         sites = self.config.sites_of(source)
         linears = [getattr(self, site.name) for site in sites]
         lora = tuple(adapters.get(site.name) for site in sites)
         mask = flow.mask(which.layer, source) if flow.mask and any(a is not None for a in lora) else None
-        weights = tuple(linear.weight(x.dtype, runtime) for linear in linears)
-        biases = tuple(None if l.bias is None else l.bias[...].astype(x.dtype) for l in linears)
-        if activation:
-            return (lora_dense_glu(x, weights, lora, activation=activation, biases=biases, mask=mask),)
-        ys = lora_dense_group(x, weights, lora, biases=biases, mask=mask)
-        return tuple(checkpoint_name(y, source) for y in ys)
+        weights = tuple(linear.weight(dtype, runtime) for linear in linears)
+        biases = tuple(None if l.bias is None else l.bias[...].astype(dtype) for l in linears)
+        return weights, lora, biases, mask
 
     def norm_qk(self, q: Float[Array, "B S N H"], k: Float[Array, "B S K H"]) -> tuple[Array, Array]:
         """Normalise queries and keys over each head, or over all heads at once, where the family does."""
@@ -299,18 +302,21 @@ class Decoder(nnx.Module):
         which = Which(jnp.arange(c.n_layers), jnp.asarray(c.layer_rope, jnp.int32), windows)
         graphdef, stacked = nnx.split(self.layers)
 
-        def layer(x: Array, xs: tuple[nnx.State | None, Adapters, Which, Any]) -> tuple[Array, Any]:
+        def layer(
+            own: Runtime, x: Array, xs: tuple[nnx.State | None, Adapters, Which, Any]
+        ) -> tuple[Array, Any]:
             state, lora, this, past = xs
             if state is None:
                 state = jax.tree.map(
                     lambda w: jax.lax.dynamic_index_in_dim(w, this.layer, keepdims=False), stacked
                 )
-            x, made = nnx.merge(graphdef, state)(x, lora, past, flow, this, runtime)
+            x, made = nnx.merge(graphdef, state)(x, lora, past, flow, this, own)
             return x, made if keep else None
 
         def run(x: Array, xs: Any, policy: str, layers: int) -> tuple[Array, Any]:
+            own = replace(runtime, recompute=policy)  # type: ignore[arg-type]
             unroll = max(1, min(runtime.unroll, layers))
-            return jax.lax.scan(recomputing(layer, policy, runtime), x, xs, unroll=unroll)
+            return jax.lax.scan(recomputing(partial(layer, own), own), x, xs, unroll=unroll)
 
         with matmul_precision(runtime), by_default(runtime.kernels):
             x = self.embed[...][tokens].astype(runtime.dtype)  # [B, S, D]
@@ -353,16 +359,18 @@ def matmul_precision(runtime: Runtime) -> AbstractContextManager[Any]:
     return jax.default_matmul_precision(runtime.precision) if runtime.precision else nullcontext()
 
 
-def recomputing(layer: Callable[..., Any], policy: str, runtime: Runtime) -> Callable[..., Any]:
-    """Wrap a layer so that backward computes again what a value of `Runtime.recompute` says.
+def recomputing(layer: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
+    """Wrap a layer so that backward computes again what `Runtime.recompute` says.
 
-    "dots" keeps the outputs of attention and of every site but the last, whose sum is the next layer's input.
+    "dots" keeps the outputs of attention and of every site that backward reads: not the last one's, whose sum is the
+    next layer's input, unless a norm follows it.
     """
+    policy = runtime.recompute
     if policy == "none":
         return layer
     # cuDNN's own output is kept below
     attention = () if runtime.attention == "cudnn" else ("attention",)
-    names = (*attention, *SOURCES[:2], GATED) if policy == "dots" else ()
+    names = (*attention, *SOURCES, GATED) if policy == "dots" else ()
     named = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[SHRUNK, *names],
         names_which_can_be_offloaded=[INPUT] if policy == "offload" else [],

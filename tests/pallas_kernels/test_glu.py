@@ -12,15 +12,15 @@ from pallas_kernels import (
     fp8,
     hopper,
     hopper_rows,
-    lora_dense_glu,
     lora_dense_group,
+    lora_mlp,
     quantise_weight,
     using,
 )
 from pallas_kernels.fp8 import round_gradients, rounded
 from pallas_kernels.glu import ACTIVATIONS, glu, glu_back
 
-from .problems import INTERPRET, ONE_BLOCK, count_launches, in_fp8, packed, relative, worst
+from .problems import INTERPRET, ONE_BLOCK, count_launches, exact, in_fp8, packed, raced, relative, worst
 
 J, T, D, F = 3, 6, 64, 48
 
@@ -47,11 +47,9 @@ def problem(seed=0, backward="e4m3"):
 
 def mlp(x, ws, activation, together):
     if together:
-        h = lora_dense_glu(x, ws[:2], (None, None), activation=activation)
-    else:
-        gate, up = lora_dense_group(x, ws[:2], (None, None))
-        h = ACTIVATIONS[activation](gate) * up
-    return lora_dense_group(h, ws[2:], (None,))[0]
+        return lora_mlp(x, ws, (None,) * 3, activation=activation)
+    gate, up = lora_dense_group(x, ws[:2], (None, None))
+    return lora_dense_group(ACTIVATIONS[activation](gate) * up, ws[2:], (None,))[0]
 
 
 @pytest.mark.parametrize("backward", ["e4m3", "e5m2"])
@@ -75,24 +73,27 @@ def test_bases_of_their_own():
 
 
 def test_what_makes_no_sense_is_refused():
-    x, (gate, up, _) = draw(0, T, D), problem()
+    x, (gate, up, down) = draw(0, T, D), problem()
     with pytest.raises(ValueError, match="activation 'relu': allowed are silu, gelu_tanh"):
-        lora_dense_glu(x, (gate, up), (None, None), activation="relu")
+        lora_mlp(x, (gate, up, down), (None,) * 3, activation="relu")
     narrow = Fp8Weight(up.values[:1], up.scale[:1])
-    for ws in ((gate, narrow), (gate, up, up)):
+    for ins in ((gate, narrow), (gate, up, up), ()):
         with pytest.raises(ValueError, match="give gate and up, alike"):
-            lora_dense_glu(x, ws, (None,) * len(ws), activation="silu")
+            lora_mlp(x, (*ins, down), (None,) * (len(ins) + 1), activation="silu")
+    with pytest.raises(ValueError, match=r"w has shape \(64, 48\), expected \(48, 48\)"):
+        lora_mlp(x, (gate, up, gate), (None,) * 3, activation="silu")
+    with pytest.raises(ValueError, match="3 weights, 2 adapters"):
+        lora_mlp(x, (gate, up, down), (None,) * 2, activation="silu")
 
 
-def launches(policy):
+def launches(policy, fp8):
     """Count the kernels of an MLP's gradients, lowered for CUDA."""
 
     def struct(*shape, dtype=jnp.float32):
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def layer(x, adapters, ws):
-        h = lora_dense_glu(x, ws[:2], adapters[:2], activation="silu")
-        return lora_dense_group(h, ws[2:], adapters[2:])[0]
+        return lora_mlp(x, ws, adapters, activation="silu", keep=policy is None)
 
     def loss(x, adapters, ws):
         def run(x, adapters):
@@ -102,7 +103,10 @@ def launches(policy):
 
     sites = [(128, 256)] * 2 + [(256, 128)]
     ws = tuple(
-        Fp8Weight(struct(o, i, dtype=jnp.float8_e4m3fn), struct(o, dtype=jnp.bfloat16)) for i, o in sites
+        Fp8Weight(struct(o, i, dtype=jnp.float8_e4m3fn), struct(o, dtype=jnp.bfloat16))
+        if fp8
+        else struct(i, o, dtype=jnp.bfloat16)
+        for i, o in sites
     )
     adapters = tuple((struct(2, 8, i), struct(2, o, 8), struct(2)) for i, o in sites)
     with using("hopper"):
@@ -113,11 +117,74 @@ def launches(policy):
 
 
 def test_nothing_is_rounded_twice_nor_multiplied_again():
-    """Three products each way but one dx for gate and up, tokens and dy rounded, and the unit both ways: nine; where
-    gate and up are kept the unit once more.
+    """Three products each way but one dx for gate and up: five; on an fp8 base x and dy rounded, and the unit both
+    ways: nine. Where only gate and up are kept, no launch more.
     """
     keep = jax.checkpoint_policies.save_only_these_names(SHRUNK, GATED)
-    assert (launches(None), launches(keep)) == (9, 10)
+    assert [launches(policy, fp8) for policy in (None, keep) for fp8 in (False, True)] == [5, 9, 5, 9]
+
+
+ACTIVE = {
+    "silu": lambda z: z / (1 + np.exp(-z)),
+    "gelu_tanh": lambda z: 0.5 * z * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3))),
+}
+
+
+def by_differences(activation, z):
+    """Return an activation and its derivative in float64."""
+    f, step = ACTIVE[activation], 1e-5
+    return f(z), (f(z + step) - f(z - step)) / (2 * step)
+
+
+@pytest.mark.parametrize(
+    "activation, tokens, d_ff, ranks, dropout",
+    [
+        ("silu", 128, 256, (8, 16), False),
+        ("gelu_tanh", 72, 192, (8, 8), False),  # rows and columns beyond the tiles
+        ("silu", 72, 128, (72, 72), False),  # more ranks than a leader's: XLA shrinks
+        ("silu", 72, 128, (0, 8), False),  # up leads, gate is XLA's
+        ("silu", 72, 128, (8, 0), False),  # up is XLA's, and the unit too
+        ("silu", 72, 128, (8, 8), True),
+    ],
+)
+def test_the_unit_in_the_launch_of_up(activation, tokens, d_ff, ranks, dropout):
+    x, mask, sites, dys = packed(2, tokens, 64, (d_ff, d_ff), ranks, dropout=dropout)
+    (gate, up, h), us = hopper.forward_glu(
+        activation, x, mask, sites, config=lambda site: ONE_BLOCK, interpret=INTERPRET
+    )
+    assert not raced()
+    want, _ = exact(x, mask, sites, dys)
+    assert worst(((gate, up), us), want) < 8e-3
+    g, u = (np.asarray(t, np.float64) for t in (gate, up))
+    assert relative(h, by_differences(activation, g)[0] * u) < 3e-3
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("activation, tokens, d_ff", [("silu", 128, 256), ("gelu_tanh", 72, 192)])
+def test_its_gradients_in_the_launch_of_dx(activation, tokens, d_ff, kept, dropout):
+    gate, up = packed(2, tokens, 64, (d_ff, d_ff), (8, 8))[3]
+    g, u = (np.asarray(t, np.float64) for t in (gate, up))
+    value, slope = by_differences(activation, g)
+    h = jnp.asarray(value * u, jnp.bfloat16)
+    _, mask, sites, dys = packed(2, tokens, d_ff, (64,), (8,), dropout=dropout)
+    (_, us), (dh, *grads) = exact(h, mask, sites, dys)
+    (dgate, dup), rounded, *got = hopper.backward_glu(
+        activation,
+        h if kept else None,
+        mask,
+        sites,
+        us=tuple(jnp.asarray(u, jnp.bfloat16) for u in us),
+        dys=dys,
+        ys=(gate, up),
+        ws=(None, None),
+        config=ONE_BLOCK,
+        interpret=INTERPRET,
+    )
+    assert not raced() and rounded is None
+    dh = np.asarray(dh)
+    assert worst((dgate, dup), (dh * u * slope, dh * value)) < 8e-3
+    assert worst(got, grads) < 8e-3
 
 
 def test_what_is_rounded_already_is_read_as_it_is():

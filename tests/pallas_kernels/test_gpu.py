@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import choose, fp8, hopper_rows, lora_dense, using
+from pallas_kernels import GATED, SHRUNK, choose, fp8, hopper_rows, lora_dense, lora_mlp, using
 from pallas_kernels.choice import implementation
 
 from .problems import exact, exact_of_rounded, in_fp8, packed, worst
@@ -171,3 +171,43 @@ def test_layer_under_scan_checkpoint_and_vmap():
     with using("hopper"):
         again = step(lora_dense)
     jax.tree.map(np.testing.assert_array_equal, got, (again[0][:2], again[1]))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(
+    "jobs, tokens, d, d_ff, rank", [(3, 128, 256, 512, 8), (2, 1000, 896, 4864, 32), (4, 256, 512, 704, 96)]
+)
+def test_a_gated_mlp_in_its_products_launches(jobs, tokens, d, d_ff, rank, activation):
+    """Value and gradients against XLA's in float32, with the unit kept and made again: the same bits, and again."""
+    draw = np.random.default_rng(0).standard_normal
+    shapes = [(d, d_ff), (d, d_ff), (d_ff, d)]
+    ws = tuple(jnp.asarray(draw(shape) * shape[0] ** -0.5, jnp.bfloat16) for shape in shapes)
+    adapters = tuple(
+        (
+            jnp.asarray(draw((jobs, rank, i)) * i**-0.5, jnp.float32),
+            jnp.asarray(draw((jobs, o, rank)) * rank**-0.5, jnp.float32),
+            jnp.full((jobs,), 0.5),
+        )
+        for i, o in shapes
+    )
+    x, dy = (jnp.asarray(draw((jobs, tokens, d)), jnp.bfloat16) for _ in range(2))
+
+    def both(x, dy, adapters, ws, keep):
+        def run(x, adapters):
+            return lora_mlp(x, ws, adapters, activation=activation, keep=keep)
+
+        if not keep:
+            run = jax.checkpoint(run, policy=jax.checkpoint_policies.save_only_these_names(SHRUNK, GATED))
+        y, pull = jax.vjp(jax.vmap(run), x, adapters)
+        return y, pull(dy)
+
+    with jax.default_matmul_precision("highest"):
+        wide = jax.tree.map(lambda t: t.astype(jnp.float32), (x, dy, adapters, ws))
+        want = jax.jit(both, static_argnums=4)(*wide, True)
+    with using("hopper"):
+        got = [jax.jit(both, static_argnums=4)(x, dy, adapters, ws, keep) for keep in (True, True, False)]
+    y, (dx, grads) = got[0]
+    scales_apart = [(a, b) for a, b, _ in grads], [(a, b) for a, b, _ in want[1][1]]
+    assert worst((y, dx, scales_apart[0]), (want[0], want[1][0], scales_apart[1])) < 1.5e-2
+    for other in got[1:]:
+        jax.tree.map(np.testing.assert_array_equal, got[0], other)
