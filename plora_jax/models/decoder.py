@@ -362,15 +362,14 @@ def matmul_precision(runtime: Runtime) -> AbstractContextManager[Any]:
 def recomputing(layer: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
     """Wrap a layer so that backward computes again what `Runtime.recompute` says.
 
-    "dots" keeps the outputs of attention and of every site that backward reads: not the last one's, whose sum is the
-    next layer's input, unless a norm follows it.
+    "dots" keeps the outputs of attention and of every site but the last, whose sum is the next layer's input.
     """
     policy = runtime.recompute
     if policy == "none":
         return layer
     # cuDNN's own output is kept below
     attention = () if runtime.attention == "cudnn" else ("attention",)
-    names = (*attention, *SOURCES, GATED) if policy == "dots" else ()
+    names = (*attention, *SOURCES[:2], GATED) if policy == "dots" else ()
     named = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[SHRUNK, *names],
         names_which_can_be_offloaded=[INPUT] if policy == "offload" else [],
