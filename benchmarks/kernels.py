@@ -4,10 +4,11 @@
     python -m benchmarks.kernels layer --out benchmarks/results/kernels_layer.jsonl
     python -m benchmarks.kernels loop  --out benchmarks/results/kernels_loop.jsonl
     python -m benchmarks.kernels fp8   --out benchmarks/results/kernels-fp8-h200.jsonl
+    python -m benchmarks.kernels unit  --out benchmarks/results/kernels-unit-h200.jsonl
 
 Times are the sum of the kernels of a call as CUPTI reports them (host and launch gaps left out), the median of a dozen
 calls on random data; `bound` is the goal that docs/benchmarks.md states. Every fused result is checked against float32
-products, those of fp8 against XLA's.
+products, those of fp8 and of the gated unit against XLA's.
 """
 
 import argparse
@@ -35,7 +36,8 @@ from pallas_kernels import (
 )
 from pallas_kernels import fp8 as xla_fp8
 from pallas_kernels.choice import config_for, default_device
-from pallas_kernels.hopper_gemm import Extra, GemmConfig, Scales, lora_gemm
+from pallas_kernels.glu import ACTIVATIONS
+from pallas_kernels.hopper_gemm import Extra, GemmConfig, Scales, Shrink, Unit, lora_gemm
 from pallas_kernels.reference import Site
 
 TOKENS = 8192
@@ -411,13 +413,91 @@ def fp8(log, full):
         log.write(**row)
 
 
+UNITS = {  # jobs, tokens, D, F, rank
+    "7b": (8, 1024, 3584, 18944, 32),
+    "7b, 32 jobs": (32, 128, 3584, 18944, 32),
+    "3b": (32, 1024, 2048, 11008, 32),
+    "0.5b": (32, 1024, 896, 4864, 32),
+    "llama 8b": (4, 1536, 4096, 14336, 16),
+}
+
+
+def unit(log, full):
+    """The launches of up and of down's dx, with the gated unit and without it, and XLA's unit beside them."""
+
+    def silu(gate, up):
+        return ACTIVATIONS["silu"](gate) * up
+
+    def xla_back(gate, up, dh, again):
+        h, pull = jax.vjp(silu, gate, up)
+        return (*pull(dh), h) if again else pull(dh)
+
+    def forward(config, x, w, u, e, *gate):
+        made = Unit("silu", *gate) if gate else None
+        return lora_gemm([(x, w)], (), [Extra(u, 0, e)], unit=made, config=config)[0]
+
+    def backward(config, dy, w, b, scale, a, *gate_up, again=False):
+        made = Unit("silu", *gate_up, again) if gate_up else None
+        shrinks, extras = [Shrink(0, b, scale)], [Extra(0, 0, a)]
+        return lora_gemm([(dy, w)], shrinks, extras, unit=made, transposed=True, config=config)[0]
+
+    for name, (jobs, tokens, d, f, rank) in UNITS.items():
+        here, back = (
+            functools.partial(way, config_for(which, d, f, default_device()))
+            for way, which in ((forward, "forward"), (backward, "backward"))
+        )
+        x, dy, u = draw(jobs, tokens, d), draw(jobs, tokens, d), draw(jobs, tokens, rank)
+        gate, up = draw(jobs, tokens, f), draw(jobs, tokens, f)
+        w, e = draw(d, f, scale=d**-0.5), draw(jobs, rank, f, scale=rank**-0.5)
+        down, a = draw(f, d, scale=d**-0.5), draw(jobs, f, rank, scale=rank**-0.5)
+        b, scale = draw(jobs, rank, d, scale=d**-0.5), jnp.full((jobs, rank), 2.0)
+
+        ins, outs = (x, w, u, e), (dy, down, b, scale, a)
+        programs = [
+            ("forward alone", here, ins),
+            ("forward with the unit", here, (*ins, gate)),
+            ("forward, XLA's unit", silu, (gate, up)),
+            ("backward alone", back, outs),
+            ("backward with the unit", back, (*outs, gate, up)),
+            ("backward, XLA's unit", functools.partial(xla_back, again=False), (gate, up, up)),
+            (
+                "backward with the unit, made again",
+                functools.partial(back, again=True),
+                (*outs, gate, up),
+            ),
+            ("backward, XLA's unit, made again", functools.partial(xla_back, again=True), (gate, up, up)),
+        ]
+        results = {}
+        for how, program, given in compile_all(programs):
+            if isinstance(program, str):
+                log.write(shape=name, how=how, error=program)
+                continue
+            row, results[how] = (
+                {"shape": name, "how": how, "us": microseconds(program, given)},
+                program(*given),
+            )
+            wide = [t.astype(jnp.float32) for t in (gate, up)]
+            if how == "forward with the unit":
+                y = results["forward alone"].astype(jnp.float32)
+                row["off"] = [
+                    relative(t, own) for t, own in zip(results[how], (y, silu(wide[0], y)), strict=True)
+                ]
+            elif how.startswith("backward with the unit"):
+                want = xla_back(*wide, results["backward alone"].astype(jnp.float32), how.endswith("again"))
+                row["off"] = [relative(t, own) for t, own in zip(results[how], want, strict=True)]
+            log.write(**row)
+
+
+WHAT = {"sites": sites, "layer": layer, "loop": loop, "fp8": fp8, "unit": unit}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["sites", "layer", "loop", "fp8"])
+    parser.add_argument("what", choices=list(WHAT))
     parser.add_argument("--out", required=True, help="file for the JSON lines")
     parser.add_argument("--full", action="store_true", help="every rank and job count")
     args = parser.parse_args()
-    {"sites": sites, "layer": layer, "loop": loop, "fp8": fp8}[args.what](Log(args.out), args.full)
+    WHAT[args.what](Log(args.out), args.full)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from .glu import glu, glu_back
+from .glu import glu, glu_back, widen
 
 CAPABILITY = (8, 9)  # the first that multiplies 8-bit floats (Ada; then Hopper, Blackwell)
 SMALLEST = 2.0**-100  # scale: rows of smaller numbers become zero
@@ -84,7 +84,7 @@ def round_glu(activation, gate, up) -> Rounded:
     Args:
       activation: of `glu.ACTIVATIONS`. gate, up: [..., F].
     """
-    return rounded(glu(activation, *_wide(gate, up)).astype(gate.dtype))
+    return rounded(glu(activation, *widen(gate, up)).astype(gate.dtype))
 
 
 def round_glu_back(activation, gate, up, dh, columns, dtype):
@@ -93,12 +93,8 @@ def round_glu_back(activation, gate, up, dh, columns, dtype):
     Returns:
       ((dgate, dup), what `round_rows` returns for them).
     """
-    gradients = [t.astype(gate.dtype) for t in glu_back(activation, *_wide(gate, up, dh))]
+    gradients = [t.astype(gate.dtype) for t in glu_back(activation, *widen(gate, up, dh))]
     return gradients, round_rows(gradients, columns, dtype)
-
-
-def _wide(*arrays):
-    return [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in arrays]
 
 
 def quantise(x, dtype=jnp.float8_e4m3fn):
@@ -160,7 +156,7 @@ def round_rows(xs, columns, dtype):
     Returns:
       (values, one [..., D] in `dtype` for each x; scale [...] in float32).
     """
-    wides = [x if column is None else x * column for x, column in zip(_wide(*xs), columns, strict=True)]
+    wides = [x if column is None else x * column for x, column in zip(widen(*xs), columns, strict=True)]
     largest = functools.reduce(jnp.maximum, (jnp.max(jnp.abs(x), axis=-1) for x in wides))
     scale = row_scale(largest.astype(jnp.float32), dtype)
     return [(x * (1 / scale)[..., None]).astype(dtype) for x in wides], scale

@@ -13,6 +13,11 @@ import jax.numpy as jnp
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 
 
+def widen(*arrays):
+    """Return arrays as the unit is computed: in float32 at least."""
+    return [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in arrays]
+
+
 def glu(activation, gate, up):
     """Compute activation(gate)·up of float32 numbers, in what a GPU kernel can: no division, no derivative."""
     return _value_and_slope(activation, gate)[0] * up

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from . import fp8
 from .fp8 import Fp8Weight, Rounded, sum_transposed
-from .glu import glu, glu_back
+from .glu import glu, glu_back, widen
 
 
 class Site(NamedTuple):
@@ -32,11 +32,6 @@ class Site(NamedTuple):
 def accumulator(dtype) -> jnp.dtype:
     """Return the dtype sums are kept in: float32, or float64 for float64 inputs."""
     return jnp.promote_types(dtype, jnp.float32)
-
-
-def wide(*arrays):
-    """Return arrays as their sums are kept."""
-    return [x.astype(accumulator(x.dtype)) for x in arrays]
 
 
 def holds_fp8(sites) -> bool:
@@ -194,7 +189,7 @@ def forward_glu(activation, x, mask, sites: tuple[Site, ...], forward=forward, r
     (gate, up), us = forward(x, mask, sites)
     if holds_fp8(sites):
         return (gate, up, rows.round_glu(activation, gate, up)), us
-    return (gate, up, glu(activation, *wide(gate, up)).astype(gate.dtype)), us
+    return (gate, up, glu(activation, *widen(gate, up)).astype(gate.dtype)), us
 
 
 def backward_glu(activation, h, mask, sites, us, dys, ys, ws, backward=backward, rows=fp8):
@@ -209,10 +204,10 @@ def backward_glu(activation, h, mask, sites, us, dys, ys, ws, backward=backward,
       (dys, rounded, das, dbs): the first two as `backward` of gate's and up's sites takes them.
     """
     gate, up = ys
-    h = glu(activation, *wide(gate, up)).astype(gate.dtype) if h is None else h
+    h = glu(activation, *widen(gate, up)).astype(gate.dtype) if h is None else h
     dh, das, dbs = backward(h, mask, sites, us, dys)
     if holds_fp8(sites):
         columns, kind = [w.scale for w in ws], fp8.gradient_format(ws)
         return *rows.round_glu_back(activation, gate, up, dh, columns, kind), das, dbs
-    dys = tuple(dy.astype(gate.dtype) for dy in glu_back(activation, *wide(gate, up, dh)))
+    dys = tuple(dy.astype(gate.dtype) for dy in glu_back(activation, *widen(gate, up, dh)))
     return dys, None, das, dbs

@@ -190,7 +190,6 @@ class Layer(nnx.Module):
             masks=masks,
             keep=runtime.recompute != "dots",
         )
-        h = checkpoint_name(h, "mlp_act")
         return x + (self.mlp_post(h) if c.post_norm else h), (heads_first(k), heads_first(v))
 
     def sites_of(
