@@ -5,13 +5,15 @@
     python -m benchmarks.kernels loop  --out benchmarks/results/kernels_loop.jsonl
     python -m benchmarks.kernels fp8   --out benchmarks/results/kernels-fp8-h200.jsonl
     python -m benchmarks.kernels unit  --out benchmarks/results/kernels-unit-h200.jsonl
+    python -m benchmarks.kernels head  --out benchmarks/results/kernels-head-h200.jsonl
 
 Times are the sum of the kernels of a call as CUPTI reports them (host and launch gaps left out), the median of a dozen
 calls on random data; `bound` is the goal that docs/benchmarks.md states. Every fused result is checked against float32
-products, those of fp8 and of the gated unit against XLA's.
+products, those of fp8, of the gated unit and of the head against XLA's.
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import statistics
@@ -37,8 +39,9 @@ from pallas_kernels import (
 from pallas_kernels import fp8 as xla_fp8
 from pallas_kernels.choice import config_for, default_device
 from pallas_kernels.glu import ACTIVATIONS
-from pallas_kernels.hopper_gemm import Extra, GemmConfig, Scales, Shrink, Unit, lora_gemm
+from pallas_kernels.hopper_gemm import Extra, GemmConfig, Scales, Shrink, Softmax, Unit, lora_gemm
 from pallas_kernels.reference import Site
+from plora_jax.training.losses import with_gradient
 
 TOKENS = 8192
 SITES = {  # Linear shapes (D, F)
@@ -488,7 +491,57 @@ def unit(log, full):
             log.write(**row)
 
 
-WHAT = {"sites": sites, "layer": layer, "loop": loop, "fp8": fp8, "unit": unit}
+HEADS = {  # width, vocabulary
+    "0.5b": (896, 151_936),
+    "3b": (2048, 151_936),
+    "7b": (3584, 152_064),
+    "llama 8b": (4096, 128_256),
+}
+
+
+def head(log, full):
+    """The loss at a chunk of positions with its gradient, and the launch of its first product with other tiles."""
+
+    def launch(config, h, shift, w):
+        softmax = None if shift is None else Softmax(shift[None])
+        return lora_gemm([(h[None], w)], softmax=softmax, transposed=True, config=config)[0]
+
+    plain = GemmConfig(sms=default_device().cores)
+    others = {"cluster": 1, "tile_n": 128, "minor_n": True, "band": 2, "out_slots": 1} if full else {}
+    for name, (d, v) in HEADS.items():
+        for rows in (1024, 4096) if full else (1024,):
+            h, w = draw(rows, d), draw(v, d, scale=d**-0.5)
+            t = jax.random.randint(next(_keys), (rows,), -1, v)
+            shift = jnp.full((rows,), 8.0)
+            programs = [
+                ("XLA", with_gradient(0.0, "xla"), (h, t, w)),
+                ("with the kernel", with_gradient(0.0, "auto"), (h, t, w)),
+                ("its launch", functools.partial(launch, plain), (h, shift, w)),
+                ("the launch of the product alone", functools.partial(launch, plain), (h, None, w)),
+                ("the product as XLA launches it, float32", xla_product(jnp.float32), (h, w)),
+                ("the product as XLA launches it, bfloat16", xla_product(jnp.bfloat16), (h, w)),
+            ]
+            for key, value in others.items():
+                config = dataclasses.replace(plain, **{key: value})
+                programs.append((f"its launch, {key} {value}", functools.partial(launch, config), (h, shift, w)))
+            want = None
+            for how, program, given in compile_all(programs):
+                if isinstance(program, str):
+                    log.write(shape=name, rows=rows, how=how, error=program)
+                    continue
+                row = {"shape": name, "rows": rows, "how": how, "us": microseconds(program, given)}
+                if how in ("XLA", "with the kernel"):
+                    made = program(*given)
+                    want = made if want is None else want
+                    row["off"] = [relative(got, own) for got, own in zip(made, want, strict=True)]
+                log.write(**row)
+
+
+def xla_product(dtype):
+    return lambda h, w: jnp.einsum("nd,vd->nv", h, w, preferred_element_type=dtype)
+
+
+WHAT = {"sites": sites, "layer": layer, "loop": loop, "fp8": fp8, "unit": unit, "head": head}
 
 
 def main():

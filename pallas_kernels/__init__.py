@@ -11,6 +11,7 @@ from .choice import Choice as Choice
 from .choice import Device as Device
 from .choice import by_default as by_default
 from .choice import choose as choose
+from .choice import choose_head as choose_head
 from .choice import default_device as default_device
 from .choice import using as using
 from .fp8 import Fp8Weight as Fp8Weight

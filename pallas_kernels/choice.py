@@ -25,6 +25,7 @@ MAX_ROW_WASTE = 1.07  # rows of whole tiles over tokens: beyond, the folded prod
 # Tiles of the widest output over blocks: below, waiting for the shrink costs more than it saves.
 MIN_WAVES = 2
 MIN_DEPTH = 896  # of either frozen product: the narrowest that was measured (Qwen2.5-0.5B)
+MIN_ROWS = 2 * TILE_M  # of a head: below, rows that are none cost more than float32 logits
 IMPLEMENTATIONS = ("auto", "xla", "hopper")
 # The fused kernel beats these products on Hopper, but in a loop over layers XLA copies each layer's W for it and the
 # step is slower (docs/benchmarks.md). So it serves whoever asks for it, as the step does whose layers are written out.
@@ -142,6 +143,25 @@ def choose(
     if mode != "hopper" and min(d_in, sum(d_outs)) < MIN_DEPTH:
         return Choice("xla", f"a frozen product of depth {min(d_in, sum(d_outs))}, below {MIN_DEPTH}")
     return Choice("hopper", f"fused kernel, {'untuned tiles' if fp8 else _source(device.kind)}")
+
+
+def choose_head(dtype, rows, shape, *, device=None, mode=None) -> Choice:
+    """Say which implementation gives the cross-entropy of a head of a shape [V, D] at some rows, and its gradient.
+
+    Args and raised errors as `choose`.
+    """
+    mode = _known(mode) if mode else asked()
+    device = device or default_device()
+    if reason := _why_no_kernel(dtype, mode, device):
+        return Choice("xla", reason)
+    if jnp.dtype(dtype) != jnp.dtype(jnp.bfloat16):
+        return Choice("xla", f"exponentials leave the range of {jnp.dtype(dtype).name}")
+    for size, what in zip(shape, ("a vocabulary of", "features"), strict=True):
+        if size % 64:
+            return Choice("xla", f"{what} {size} is no multiple of 64")
+    if mode != "hopper" and rows < MIN_ROWS:
+        return Choice("xla", f"{rows} rows are fewer than {MIN_ROWS}")
+    return Choice("hopper", "fused kernel, untuned tiles")
 
 
 def _why_no_kernel(dtype, mode: str, device: Device) -> str | None:

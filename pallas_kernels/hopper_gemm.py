@@ -29,6 +29,7 @@ from .tiles import PIECE, STEP_BYTES, TILE_M, GemmConfig, fit_shared
 
 WGS = 2  # warpgroups that multiply
 ROWS = TILE_M // WGS
+CAP = 76.0  # exp(CAP) times the columns there may be is a float32
 MAX_SHRINK = 128  # ranks of a leader's further accumulator: 64 registers a thread
 
 
@@ -71,6 +72,12 @@ class Unit(NamedTuple):
     again: bool = False  # give activation(gate)·up beside the gradients
 
 
+class Softmax(NamedTuple):
+    """Give exp(sum − shift), at most exp(CAP), in place of each sum, and add up a row's over the columns of a tile."""
+
+    shift: jax.Array  # [J, T] float32
+
+
 def shrink_width(rank: int) -> int:
     """Return the columns a shrink of some ranks accumulates: a multiple of 16, which a swizzled store needs."""
     return -(-rank // 16) * 16
@@ -98,6 +105,7 @@ def lora_gemm(
     bias=None,
     scales=None,
     unit=None,
+    softmax=None,
     transposed=False,
     config=DEFAULT,
     interpret=None,
@@ -107,12 +115,13 @@ def lora_gemm(
     Args:
       products: pairs x [J, T, K] and w [K, N] (transposed: [N, K]); K may differ between pairs.
       shrinks: `Shrink`s of at most 128 ranks each, one a product at most. extras: `Extra`s. bias: [N] or None.
-      unit: `Unit`, which makes two or three results in place of one.
+      unit: `Unit`, which makes two or three results in place of one. softmax: `Softmax`, which makes two.
       scales: `Scales` where x and w are 8-bit numbers, which takes `transposed`, no shrinks, and K of multiples of 128.
       All else of one 16-bit dtype; T a multiple of 8; K, N multiples of 64; ranks multiples of 8, and of 64 above 64.
 
     Returns:
-      (out, us): [J, T, N] in that dtype, rounded once from float32, or those of the unit, and one [J, T, R] per shrink.
+      (out, us): [J, T, N] in that dtype, rounded once from float32, or those of the unit, or the exponentials and
+      their sums [J, tiles of N, rows of whole tiles] in float32; and one [J, T, R] per shrink.
     """
     (jobs, tokens, _), left = products[0][0].shape, products[0][0].dtype
     dtype, depth = scales.dtype if scales else left, STEP_BYTES // left.itemsize  # of a step of the products
@@ -138,7 +147,7 @@ def lora_gemm(
     *a_starts, a_steps = itertools.accumulate(
         (k if p in shrink_of else 0 for p, k in enumerate(k_steps)), initial=0
     )
-    outs = (3 if unit.again else 2) if unit else 1
+    outs = (3 if unit.again else 2) if unit else 2 if softmax else 1
     awaited = any(isinstance(extra.u, int) for extra in extras)
     flags = bool(shrinks) and interpret is None
     if shrinks and not flags and clusters != 1:
@@ -147,8 +156,10 @@ def lora_gemm(
     u_scales = [jnp.pad(s.scale, ((0, 0), (0, width - s.scale.shape[1]))) for s in shrinks]
     beyond = (0, n_tiles * c.tile_n - n)
     bias = None if bias is None else jnp.pad(bias, beyond)
+    beyond_rows = ((0, 0), (0, job_tiles * TILE_M - tokens))
+    shift = jnp.pad(softmax.shift, beyond_rows) if softmax else None
     if scales:
-        rows = jnp.pad(scales.rows, ((0, 0), (0, job_tiles * TILE_M - tokens)))
+        rows = jnp.pad(scales.rows, beyond_rows)
         columns = None if scales.columns is None else jnp.pad(scales.columns, beyond)
     operands = (
         [x for x, _ in products],
@@ -160,12 +171,13 @@ def lora_gemm(
         bias,
         (rows, columns) if scales else None,
         (unit.gate, unit.up) if unit else None,
+        shift,
     )
     flat, tree = jax.tree.flatten(operands)
 
     def body(*refs):
-        x_refs, w_refs, a_refs, u_scale_ref, u_refs, e_refs, bias_ref, scale_refs, unit_refs = tree.unflatten(
-            refs[: len(flat)]
+        x_refs, w_refs, a_refs, u_scale_ref, u_refs, e_refs, bias_ref, scale_refs, unit_refs, shift_ref = (
+            tree.unflatten(refs[: len(flat)])
         )
         out_refs, su_refs = refs[len(flat) : len(flat) + outs], refs[len(flat) + outs :]
         u_refs = [su_refs[extra.u] if u is None else u for extra, u in zip(extras, u_refs, strict=True)]
@@ -342,6 +354,26 @@ def lora_gemm(
                             target = ref.at[job, rows, pl.ds(column + k * PIECE, PIECE)]
                             send(k * outs + at, piece, 0, [target], out_smem)
 
+                def of_rows(ref, job, row):
+                    """Load one number per row, to be applied to an accumulator."""
+                    # the last cluster may hold a row tile beyond the last job
+                    at = ref.at[jnp.minimum(job, jobs - 1), pl.ds(row + wg * ROWS, ROWS)]
+                    own = plgpu.load(at, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+                    return lax.broadcast_in_dim(own, (ROWS, c.tile_n), [0])
+
+                def store_softmax(total, job, row, column):
+                    total = jnp.exp(jnp.minimum(total, CAP))
+                    out_ref, sum_ref = out_refs
+                    store(total, [out_ref], 0, job, row, column)
+                    sums = 0.0
+                    for k in range(0, c.tile_n, PIECE):
+                        inside = jnp.where(column + k < n, jnp.float32(1), jnp.float32(0))
+                        sums += inside * jnp.sum(total[:, k : k + PIECE], axis=1)
+
+                    @pl.when(job < jobs)  # nothing cuts off plain stores
+                    def _store_sums():
+                        sum_ref[job, lax.div(column, c.tile_n), pl.ds(row + wg * ROWS, ROWS)] = sums
+
                 def pick(values, p):
                     """Return values[p] of a traced p."""
                     return sum(jnp.where(p == at, jnp.int32(value), 0) for at, value in enumerate(values))
@@ -390,17 +422,16 @@ def lora_gemm(
 
                     total = pl.run_scoped(run, plgpu.ACC((ROWS, c.tile_n), jnp.float32))
                     if scales:
-                        of_rows, of_columns = scale_refs
-                        # the last cluster may hold a row tile beyond the last job
-                        at = of_rows.at[jnp.minimum(job, jobs - 1), pl.ds(row + wg * ROWS, ROWS)]
-                        own = plgpu.load(at, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-                        total *= lax.broadcast_in_dim(own, total.shape, [0])
-                        if of_columns is not None:
-                            total *= vector(of_columns.at[pl.ds(column, c.tile_n)])
+                        row_scales, column_scales = scale_refs
+                        total *= of_rows(row_scales, job, row)
+                        if column_scales is not None:
+                            total *= vector(column_scales.at[pl.ds(column, c.tile_n)])
                     if bias_ref is not None:
                         total += vector(bias_ref.at[pl.ds(column, c.tile_n)])
                     if unit:
                         store_unit(total, i * per_tile + steps, job, row, column)
+                    elif softmax:
+                        store_softmax(total - of_rows(shift_ref, job, row), job, row, column)
                     else:
                         store(total, out_refs, 0, job, row, column)
 
@@ -432,9 +463,12 @@ def lora_gemm(
             collective_axes="wg",
         )
 
+    out_types = [jax.ShapeDtypeStruct((jobs, tokens, n), dtype)] * outs
+    if softmax:
+        out_types[1] = jax.ShapeDtypeStruct((jobs, n_tiles, job_tiles * TILE_M), jnp.float32)
     results = plgpu.kernel(
         body,
-        out_type=[jax.ShapeDtypeStruct((jobs, tokens, n), dtype)] * outs
+        out_type=out_types
         + [jax.ShapeDtypeStruct((jobs, tokens, s.a.shape[1]), dtype) for s in shrinks],
         grid=(clusters,),
         grid_names=("sm",),
@@ -442,7 +476,7 @@ def lora_gemm(
         cluster_names=("cluster",),
         num_threads=WGS + 1,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True) if unit else None,
+        compiler_params=plgpu.CompilerParams(approx_math=True) if unit or softmax else None,
         interpret=interpret,
     )(*flat)
     results = vary_like(products[0][0], results)

@@ -124,8 +124,6 @@ def pack_bytes(
         lean, everything = lean + special, everything + special
         if fused:
             some, many = 256 * devices.spec.fused / math.ceil(shape.d_ff / 256), lean
-            if shape.gelu and precision == "bf16":
-                many += shape.d_ff
         else:
             some, many = FEW / shape.d_ff, lean + shape.d_ff
         kept = max(min(tokens, some) * (lean + 2 * shape.d_ff), tokens * many)

@@ -101,15 +101,15 @@ def _written_out(shape: ModelShape, step: StepShape, precision: str, device: Dev
 
     A token's, per layer: both residuals, both norms, q and the attention's output, k and v, gate, up and their product;
     what a layer unlike Llama's keeps beyond; and as XLA fuses, one or, of few tokens, two numbers more of the MLP's
-    width. Where the fused kernel serves it, none, but for a GELU, which the kernel for fp8 alone works out again. Where
-    more tokens keep fewer numbers each, the larger sum counts, so that more slots never take less.
+    width. Where the fused kernel serves it, none. Where more tokens keep fewer numbers each, the larger sum counts, so
+    that more slots never take less.
     """
     q, kv = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
     tokens = step.J * step.m * step.S / step.degree
     own = 4 * shape.d_model + 2 * q + 2 * kv + 3 * shape.d_ff + _beyond(shape)
     more, few = shape.d_ff, FEW / shape.d_ff
     if may_fuse(shape, step, precision, device):
-        more = shape.d_ff if shape.gelu and precision != "fp8" else 0
+        more = 0
         few = MIN_WAVES * device.fused * TILE[0] / -(-shape.d_ff // TILE[1])
     kept = max(tokens * (own + more), min(tokens, few) * (own + 2 * shape.d_ff))
     if shape.gelu and precision != "fp8":

@@ -2,12 +2,17 @@
 are kept and the head is not multiplied again.
 """
 
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels import by_default, choose_head
+from pallas_kernels.choice import asked, config_for, default_device
 from plora_jax.models.decoder import Decoder, Runtime, matmul_precision, vocabulary_logits
 
 
@@ -31,21 +36,35 @@ def token_losses(
     rows = -(-count // pieces)
     flat = jnp.pad(flat, ((0, pieces * rows - count), (0, 0))).reshape(pieces, rows, -1)
     wanted = jnp.pad(wanted, (0, pieces * rows - count), constant_values=-1).reshape(pieces, rows)
-    with matmul_precision(runtime or Runtime()), jax.named_scope("loss"):
-        out = _losses(model.config.final_softcap, flat, wanted, model.head_weights)
+    runtime = runtime or Runtime()
+    with matmul_precision(runtime), by_default(runtime.kernels), jax.named_scope("loss"):
+        out = _losses(model.config.final_softcap, asked(), flat, wanted, model.head_weights)
     return out.reshape(-1)[:count].reshape(targets.shape)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _losses(
-    softcap: float, hidden: Float[Array, "c n D"], targets: Int32[Array, "c n"], head: Float[Array, "V D"]
+    softcap: float,
+    kernels: str,
+    hidden: Float[Array, "c n D"],
+    targets: Int32[Array, "c n"],
+    head: Float[Array, "V D"],
 ) -> Float[Array, "c n"]:
     return jax.lax.map(lambda chunk: _chunk(softcap, chunk[0], chunk[1], head)[0], (hidden, targets))
 
 
-def _losses_fwd(softcap: float, hidden: Array, targets: Array, head: Array) -> tuple[Array, Array]:
-    def both(chunk: tuple[Array, Array]) -> tuple[Array, Array]:
-        h, t = chunk
+def _losses_fwd(
+    softcap: float, kernels: str, hidden: Array, targets: Array, head: Array
+) -> tuple[Array, Array]:
+    both = with_gradient(softcap, kernels)
+    return jax.lax.map(lambda chunk: both(*chunk, head), (hidden, targets))
+
+
+@cache
+def with_gradient(softcap: float, kernels: str) -> Callable[[Array, Array, Array], tuple[Array, Array]]:
+    """Return the function that makes losses [n] with their gradients [n, D], of all jobs at once where a kernel does."""
+
+    def by_xla(h: Array, t: Array, head: Array) -> tuple[Array, Array]:
         loss, (logits, lse) = _chunk(softcap, h, t, head)
         here = jnp.arange(head.shape[0]) == t[:, None]
         d = jnp.exp(logits - lse[:, None]) - here  # softmax - one-hot
@@ -53,10 +72,34 @@ def _losses_fwd(softcap: float, hidden: Array, targets: Array, head: Array) -> t
         d = jnp.where(t[:, None] >= 0, d, 0).astype(h.dtype)
         return loss, jnp.einsum("nv,vd->nd", d, head.astype(h.dtype))
 
-    return jax.lax.map(both, (hidden, targets))
+    if kernels == "xla" or softcap:
+        return by_xla
+
+    @custom_vmap
+    def both(h: Array, t: Array, head: Array) -> tuple[Array, Array]:
+        if choose_head(h.dtype, len(h), head.shape, mode=kernels).name == "xla":
+            return by_xla(h, t, head)
+        from pallas_kernels.head import loss_and_gradient  # imports Pallas for GPUs
+
+        config = config_for("head", head.shape[1], head.shape[0], default_device())
+        return loss_and_gradient(h, t, head.astype(h.dtype), config=config)
+
+    @both.def_vmap
+    def over_jobs(jobs: int, batched: list[bool], h: Array, t: Array, head: Array) -> Any:
+        if batched[2]:  # a head for each
+            axes = tuple(0 if flag else None for flag in batched)
+            return jax.vmap(by_xla, axes, axis_size=jobs)(h, t, head), (True, True)
+        h, t = (
+            value if flag else jnp.broadcast_to(value, (jobs, *value.shape))
+            for value, flag in zip((h, t), batched[:2], strict=True)
+        )
+        loss, d = both(h.reshape(-1, h.shape[-1]), t.reshape(-1), head)
+        return (loss.reshape(t.shape), d.reshape(h.shape)), (True, True)
+
+    return both
 
 
-def _losses_bwd(softcap: float, slope: Array, g: Array) -> tuple[Array, None, None]:
+def _losses_bwd(softcap: float, kernels: str, slope: Array, g: Array) -> tuple[Array, None, None]:
     """Scale the gradient of each position's own loss: a loss depends on its own position alone."""
     return (slope * g[..., None].astype(slope.dtype)), None, None
 

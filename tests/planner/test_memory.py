@@ -108,11 +108,11 @@ def test_layers_of_other_families_by_hand():
             assert kept(device, term=term, norms=4) - plain == 2 * 3584 + 3584 + 2 * 512
             assert kept(device, term=term, qk_norm=True) - plain == 3584 + 512
             assert kept(device, term=term, flash=False) == plain
-    assert kept(gelu=True) - kept() == 18_944
+    assert kept(gelu=True) == kept()
     merged = replace(QWEN, norms=4, gelu=True)
     few = memory_terms(merged, replace(step, J=1, S=512), "bf16", A100)["saved_none"] / 512 / 28 / 2
     assert few == 9 * 3584 + 4 * 512 + 7 * 18_944 + 2 * 3584
-    # XLA keeps as much without it, and the fp8 kernel works it out again
+    # XLA keeps as much without the kernel, whose unit is as lean on an fp8 base
     assert kept(A100, gelu=True) == kept(A100) and kept(precision="fp8", gelu=True) == kept(precision="fp8")
 
 
