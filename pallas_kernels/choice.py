@@ -250,6 +250,17 @@ class _Hopper(NamedTuple):
         return config_for("backward", depth, sites[0].w.shape[0], self.device, fp8)
 
 
+def head_kernel(h, w, softcap, mode: str | None = None):
+    """Return `head.loss_and_gradient` for states [n, D] and a head [V, D]; None where XLA serves, as `choose_head`."""
+    device = default_device()
+    if choose_head(h.dtype, len(h), w.shape, device=device, mode=mode).name == "xla":
+        return None
+    from . import head
+
+    config = config_for("head", w.shape[1], w.shape[0], device)
+    return functools.partial(head.loss_and_gradient, softcap=softcap, config=config)
+
+
 def implementation(x, sites: tuple[Site, ...], mode: str | None = None):
     """Return the object whose `forward` and `backward` serve a packed call, as `choose` says."""
     eight = [isinstance(site.w, Fp8Weight) for site in sites]

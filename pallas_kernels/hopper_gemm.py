@@ -73,9 +73,14 @@ class Unit(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """Give exp(sum − shift), at most exp(CAP), in place of each sum, and add up a row's over the columns of a tile."""
+    """Give exp(sum − shift), at most exp(CAP), in place of each sum, and add up a row's over the columns of a tile.
+
+    With a softcap c the sums are c·tanh(sum / c), and the exponentials that are given, not their sums, times the
+    derivative of that.
+    """
 
     shift: jax.Array  # [J, T] float32
+    softcap: float = 0.0  # none
 
 
 def shrink_width(rank: int) -> int:
@@ -361,14 +366,18 @@ def lora_gemm(
                     own = plgpu.load(at, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
                     return lax.broadcast_in_dim(own, (ROWS, c.tile_n), [0])
 
-                def store_softmax(total, job, row, column):
-                    total = jnp.exp(jnp.minimum(total, CAP))
-                    out_ref, sum_ref = out_refs
-                    store(total, [out_ref], 0, job, row, column)
-                    sums = 0.0
+                def store_softmax(total, shifts, job, row, column):
+                    (out_ref, sum_ref), sums, cap = out_refs, 0.0, softmax.softcap
                     for k in range(0, c.tile_n, PIECE):
+                        own, slope = total[:, k : k + PIECE], 1.0
+                        if cap:
+                            tanh = 1 - 2 / (1 + jnp.exp(own * (2 / cap)))  # the chip's own is good to 1e-3
+                            own, slope = cap * tanh, 1 - tanh * tanh
+                        e = jnp.exp(jnp.minimum(own - shifts[:, k : k + PIECE], CAP))
                         inside = jnp.where(column + k < n, jnp.float32(1), jnp.float32(0))
-                        sums += inside * jnp.sum(total[:, k : k + PIECE], axis=1)
+                        sums += inside * jnp.sum(e, axis=1)
+                        target = out_ref.at[job, pl.ds(row + wg * ROWS, ROWS), pl.ds(column + k, PIECE)]
+                        send(k // PIECE, e * slope, 0, [target], out_smem)
 
                     @pl.when(job < jobs)  # nothing cuts off plain stores
                     def _store_sums():
@@ -431,7 +440,7 @@ def lora_gemm(
                     if unit:
                         store_unit(total, i * per_tile + steps, job, row, column)
                     elif softmax:
-                        store_softmax(total - of_rows(shift_ref, job, row), job, row, column)
+                        store_softmax(total, of_rows(shift_ref, job, row), job, row, column)
                     else:
                         store(total, out_refs, 0, job, row, column)
 

@@ -147,7 +147,11 @@ def pack_bytes(
     elif devices.spec.attention == "xla":
         scores = 4 * tokens * shape.n_heads * S * ((shape.n_layers if policy == "none" else 1) + 2)
     at_work = factor.working * tokens * everything * wide
-    at_head = factor.logits * (4 + wide) * min(tokens, 1024) * shape.vocab_size
+    head = (4 + wide) * min(tokens, 1024)
+    whole_pieces = shape.vocab_size % 64 == 0 and shape.d_model % 64 == 0
+    if devices.spec.fused and degree == 1 and unit < math.inf and policy in ("none", "dots") and whole_pieces:
+        head = max((4 + wide) * min(tokens, 255), 2 * min(tokens, 1024))
+    at_head = factor.logits * head * shape.vocab_size
     one_after_other = policy in ("layer", "offload") and devices.spec.name != "cpu"
     total = (
         factor.fixed_bytes

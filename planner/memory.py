@@ -18,6 +18,7 @@ from planner.specs import MOMENT_BYTES, PRECISION_BYTES, ModelShape
 HEAD_CHUNK = 1024  # positions whose logits exist at one time
 TILE = (128, 256)  # tokens and output features of the fused kernel's tiles
 MIN_WAVES, MIN_DEPTH, MAX_ROW_WASTE = 2, 896, 1.07  # what pallas_kernels.choice asks of a product
+MIN_ROWS = 256  # and of a head
 PINNED = 64e9  # bytes of the host's memory that JAX pins for one process, unless it is told otherwise
 TRANSPOSED = 0.4  # of an fp8 base's weights: copies beside them at the peak where backward recomputes
 FEW = 38e6  # tokens · d_ff: below, XLA keeps frozen product and adapter's share of gate and up instead of their sums
@@ -148,9 +149,26 @@ def _score_bytes(shape: ModelShape, step: StepShape, precision: str) -> float:
     return one if step.policy == "dots" else one + max(0.0, one - 5 * tokens * shape.d_ff * compute)
 
 
-def logits_bytes(shape: ModelShape, tokens: float, precision: str) -> float:
-    """Return the bytes of the logits that exist at one time, in float32, and of their gradient."""
-    return (8.0 if precision == "fp32" else 6.0) * min(tokens, HEAD_CHUNK) * shape.vocab_size
+def logits_bytes(shape: ModelShape, tokens: float, precision: str, fused: bool = False) -> float:
+    """Return the bytes of the logits that exist at one time, in float32, and of their gradient.
+
+    Where the fused kernel serves the head, of exponentials in 16 bits; of few positions XLA does.
+    """
+    a_token = 8.0 if precision == "fp32" else 6.0
+    if fused:
+        return max(a_token * min(tokens, MIN_ROWS - 1), 2.0 * min(tokens, HEAD_CHUNK)) * shape.vocab_size
+    return a_token * min(tokens, HEAD_CHUNK) * shape.vocab_size
+
+
+def may_fuse_head(shape: ModelShape, step: StepShape, precision: str, device: DeviceSpec) -> bool:
+    """Say whether the fused kernel serves the head of this step, given tokens enough, as `choose_head`."""
+    return (
+        device.fused > 0
+        and step.degree == 1
+        and precision in ("bf16", "fp8")
+        and step.policy in ("none", "dots")
+        and shape.d_model % 64 == shape.vocab_size % 64 == 0
+    )
 
 
 def memory_terms(shape: ModelShape, step: StepShape, precision: str, device: DeviceSpec) -> dict[str, float]:
@@ -188,7 +206,7 @@ def memory_terms(shape: ModelShape, step: StepShape, precision: str, device: Dev
         "adapters": adapters,
         "working": working,
         "attention": scores,
-        "logits": logits_bytes(shape, tokens, precision),
+        "logits": logits_bytes(shape, tokens, precision, may_fuse_head(shape, step, precision, device)),
     }
     return terms if step.policy == LAST_RESORT else {**terms, f"saved_{step.policy}": saved}
 

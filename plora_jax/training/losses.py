@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels import by_default, choose_head
-from pallas_kernels.choice import asked, config_for, default_device
+from pallas_kernels import by_default
+from pallas_kernels.choice import asked, head_kernel
 from plora_jax.models.decoder import Decoder, Runtime, matmul_precision, vocabulary_logits
 
 
@@ -72,17 +72,13 @@ def with_gradient(softcap: float, kernels: str) -> Callable[[Array, Array, Array
         d = jnp.where(t[:, None] >= 0, d, 0).astype(h.dtype)
         return loss, jnp.einsum("nv,vd->nd", d, head.astype(h.dtype))
 
-    if kernels == "xla" or softcap:
+    if kernels == "xla":
         return by_xla
 
     @custom_vmap
     def both(h: Array, t: Array, head: Array) -> tuple[Array, Array]:
-        if choose_head(h.dtype, len(h), head.shape, mode=kernels).name == "xla":
-            return by_xla(h, t, head)
-        from pallas_kernels.head import loss_and_gradient  # imports Pallas for GPUs
-
-        config = config_for("head", head.shape[1], head.shape[0], default_device())
-        return loss_and_gradient(h, t, head.astype(h.dtype), config=config)
+        by_kernel = head_kernel(h, head, softcap, kernels)
+        return by_kernel(h, t, head.astype(h.dtype)) if by_kernel else by_xla(h, t, head)
 
     @both.def_vmap
     def over_jobs(jobs: int, batched: list[bool], h: Array, t: Array, head: Array) -> Any:

@@ -7,6 +7,7 @@ import pytest
 
 from pallas_kernels import GATED, SHRUNK, choose, fp8, hopper_rows, lora_dense, lora_mlp, using
 from pallas_kernels.choice import implementation
+from plora_jax.training.losses import with_gradient
 
 from .problems import exact, exact_of_rounded, in_fp8, packed, worst
 
@@ -211,3 +212,20 @@ def test_a_gated_mlp_in_its_products_launches(jobs, tokens, d, d_ff, rank, activ
     assert worst((y, dx, scales_apart[0]), (want[0], want[1][0], scales_apart[1])) < 1.5e-2
     for other in got[1:]:
         jax.tree.map(np.testing.assert_array_equal, got[0], other)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+@pytest.mark.parametrize("rows, d, vocabulary", [(1024, 896, 151_936), (777, 2304, 32_064), (8, 64, 64)])
+def test_the_loss_at_a_head(rows, d, vocabulary, softcap):
+    """Losses and gradients against XLA's in float32."""
+    rng = np.random.default_rng(0)
+    h = jnp.asarray(rng.standard_normal((rows, d)) * 2, jnp.bfloat16)
+    w = jnp.asarray(rng.standard_normal((vocabulary, d)) * d**-0.5, jnp.bfloat16)
+    targets = jnp.asarray(rng.integers(-1, vocabulary, rows), jnp.int32).at[0].set(-1)
+    loss, dh = jax.jit(with_gradient(softcap, "hopper"))(h, targets, w)
+    with jax.default_matmul_precision("highest"):
+        wide = (h.astype(jnp.float32), targets, w.astype(jnp.float32))
+        want, slope = jax.jit(with_gradient(softcap, "xla"))(*wide)
+    np.testing.assert_allclose(loss, want, rtol=1e-5, atol=1e-5)
+    assert worst((dh,), (slope,)) < 5e-3
+    assert not dh[0].any() and loss[0] == 0

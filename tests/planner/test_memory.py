@@ -94,6 +94,29 @@ def test_the_fused_kernel_is_counted_where_it_is_chosen(d_model, d_ff, precision
     assert seen == ({"hopper", "xla"} if serves else {"xla"})
 
 
+@pytest.mark.parametrize("d_model, vocabulary", [(896, 151_936), (768, 50_257), (1000, 32_000)])
+@pytest.mark.parametrize("precision", ("bf16", "fp8", "fp32"))
+def test_the_head_is_counted_as_it_is_chosen(d_model, vocabulary, precision):
+    """Two bytes a logit where `pallas_kernels.choose_head` says so; never less for more tokens."""
+    from pallas_kernels.choice import Device, choose_head
+
+    device = Device("NVIDIA H200", "9.0", 132)
+    shape = replace(decoder_shape("x", 1, d_model, 3072, 8, 2, 128, 1000), vocab_size=vocabulary)
+    dtype, a_logit = ("float32", 8) if precision == "fp32" else ("bfloat16", 6)
+    before = 0
+    for tokens in (1, 200, 255, 256, 700, 800, 1024, 5000):
+        positions = min(tokens, 1024)
+        serves = choose_head(dtype, positions, (vocabulary, d_model), mode="auto", device=device).name == "hopper"
+        sizes = {}
+        for policy in ("none", "dots", "layer", "offload"):
+            step = StepShape(1, 1, 1, tokens, 16, policy)
+            sizes[policy] = memory_terms(shape, step, precision, H200)["logits"] / vocabulary
+        assert sizes["layer"] == sizes["offload"] == a_logit * positions
+        assert sizes["none"] == sizes["dots"] == (max(255 * 6, 2 * positions) if serves else a_logit * positions)
+        assert sizes["none"] >= before
+        before = sizes["none"]
+
+
 def test_layers_of_other_families_by_hand():
     """Second norms keep their inputs, and products of q, k and v; norms of q and k theirs; GELU a number of the MLP."""
     step, tokens = replace(STEP, policy="none"), 8192
