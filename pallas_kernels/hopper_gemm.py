@@ -146,7 +146,8 @@ def lora_gemm(
     e_steps = [pl.cdiv(extra.e.shape[2 if transposed else 1], PIECE) for extra in extras]
     steps = sum(k_steps) + sum(e_steps)
     shrink_of = {shrink.product: s for s, shrink in enumerate(shrinks)}
-    unit_steps = c.tile_n // PIECE if unit else 0
+    stored = min(c.tile_n, n)  # columns; what is stored beyond a result of one piece would land in it
+    unit_steps = stored // PIECE if unit else 0
     per_tile = steps + unit_steps
     *starts, _ = itertools.accumulate(k_steps, initial=0)
     *a_starts, a_steps = itertools.accumulate(
@@ -368,7 +369,7 @@ def lora_gemm(
 
                 def store_softmax(total, shifts, job, row, column):
                     (out_ref, sum_ref), sums, cap = out_refs, 0.0, softmax.softcap
-                    for k in range(0, c.tile_n, PIECE):
+                    for k in range(0, stored, PIECE):
                         own, slope = total[:, k : k + PIECE], 1.0
                         if cap:
                             tanh = 1 - 2 / (1 + jnp.exp(own * (2 / cap)))  # the chip's own is good to 1e-3
@@ -442,7 +443,7 @@ def lora_gemm(
                     elif softmax:
                         store_softmax(total, of_rows(shift_ref, job, row), job, row, column)
                     else:
-                        store(total, out_refs, 0, job, row, column)
+                        store(total[:, :stored], out_refs, 0, job, row, column)
 
                 walk(on_tile)
                 plgpu.wait_smem_to_gmem(0)

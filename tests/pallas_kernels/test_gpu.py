@@ -60,6 +60,14 @@ def test_edges(jobs, tokens, rank, dtype, name):
     assert worst(got, exact(*problem)) < (1e-5 if dtype == jnp.float32 else 8e-3)
 
 
+@pytest.mark.parametrize("narrow", [64, 128, 192, 320])
+def test_narrow_results(narrow):
+    """Fewer columns than a tile has, of y and of dx."""
+    for d_in, d_outs in ((256, (narrow, 256)), (narrow, (256, narrow))):
+        problem = packed(3, 200, d_in, d_outs, (8, 16))
+        assert worst(run(*problem), exact(*problem)) < 8e-3
+
+
 @pytest.mark.parametrize("backward", ["e4m3", "e5m2"])
 @pytest.mark.parametrize(
     "shape, dropout",
