@@ -223,6 +223,8 @@ def _lora(asked, activation, keep):
 
     def lora_bwd(residuals, dys):
         x, mask, sites, us, kept = residuals
+        # else XLA keeps what gate and up are made of, or makes them wider for both passes
+        kept = jax.lax.optimization_barrier(kept)
         dx, das, dbs = backward(x, mask, sites, us, (dys,) if activation else dys, kept)
 
         def cast(site, da, db):

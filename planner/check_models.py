@@ -9,7 +9,6 @@ from planner.devices import Devices
 from planner.specs import JobSpec, ModelShape
 from planner.time import CostModel
 
-FEW = 38e6  # tokens · d_ff; see planner/memory.py
 MOMENTS = {"adamw": 4 + 4, "adamw_bf16": 2 + 2, "sgd": 4}  # bytes an adapter parameter
 WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1.03, "fp8": 1.03, "nf4": 0.56}
 
@@ -121,15 +120,7 @@ def pack_bytes(
         special = 2 * shape.d_model + query + key_value if shape.norms == 4 else 0
         if shape.qk_norm:
             special += query + key_value // 2
-        lean, everything = lean + special, everything + special
-        if fused:
-            some, many = 256 * devices.spec.fused / math.ceil(shape.d_ff / 256), lean
-        else:
-            some, many = FEW / shape.d_ff, lean + shape.d_ff
-        kept = max(min(tokens, some) * (lean + 2 * shape.d_ff), tokens * many)
-        if shape.gelu and precision != "fp8":
-            one_product = lean + 4 * shape.d_ff + (2 * shape.d_model if shape.norms == 4 else 0)
-            kept = max(kept, min(tokens, some, 16.8e6 / shape.d_ff) * one_product)
+        kept, everything = tokens * (lean + special), everything + special
     layers = layer_params(shape)
     weights = layers * WEIGHT_BYTES[precision] + (shape.n_params - layers) * wide
     one = layers / shape.n_layers * wide

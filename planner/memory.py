@@ -5,8 +5,7 @@ The paper charges a base's activations once and an adapter's by rank; but base a
 tokens of all packed jobs, so here every slot pays for its own m · S tokens.
 
 On a GPU "none" and "dots" write the layers out. With "none" less is kept than by a loop, and the adapters' gradients
-take the place of what backward has used, and where the fused kernel (pallas_kernels) serves the MLP, no sum is kept
-beside its parts; "dots" keeps what it keeps in a loop.
+take the place of what backward has used; "dots" keeps what it keeps in a loop.
 """
 
 from dataclasses import dataclass, fields
@@ -16,14 +15,10 @@ from planner.signature import LAST_RESORT
 from planner.specs import MOMENT_BYTES, PRECISION_BYTES, ModelShape
 
 HEAD_CHUNK = 1024  # positions whose logits exist at one time
-TILE = (128, 256)  # tokens and output features of the fused kernel's tiles
-MIN_WAVES, MIN_DEPTH, MAX_ROW_WASTE = 2, 896, 1.07  # what pallas_kernels.choice asks of a product
+TILE_M, MIN_DEPTH, MAX_ROW_WASTE = 128, 896, 1.07  # what pallas_kernels.choice asks of a product
 MIN_ROWS = 256  # and of a head
 PINNED = 64e9  # bytes of the host's memory that JAX pins for one process, unless it is told otherwise
 TRANSPOSED = 0.4  # of an fp8 base's weights: copies beside them at the peak where backward recomputes
-FEW = 38e6  # tokens · d_ff: below, XLA keeps frozen product and adapter's share of gate and up instead of their sums
-# tokens · d_ff: below, XLA makes gate and up of a GELU in one product and keeps it beside its parts
-MERGED = 16.8e6
 
 
 @dataclass(frozen=True)
@@ -97,27 +92,14 @@ def _beyond(shape: ModelShape) -> int:
     return second + (q + kv if shape.qk_norm else 0)
 
 
-def _written_out(shape: ModelShape, step: StepShape, precision: str, device: DeviceSpec) -> float:
-    """Return the numbers that layers written out keep for the backward pass of a packed step, all in all.
+def _written_out(shape: ModelShape) -> int:
+    """Count the numbers that a layer written out keeps for the backward pass, per token.
 
-    A token's, per layer: both residuals, both norms, q and the attention's output, k and v, gate, up and their product;
-    what a layer unlike Llama's keeps beyond; and as XLA fuses, one or, of few tokens, two numbers more of the MLP's
-    width. Where the fused kernel serves it, none. Where more tokens keep fewer numbers each, the larger sum counts, so
-    that more slots never take less.
+    Both residuals, both norms, q and the attention's output, k and v, gate, up and their product; and what a layer
+    unlike Llama's keeps beyond.
     """
     q, kv = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
-    tokens = step.J * step.m * step.S / step.degree
-    own = 4 * shape.d_model + 2 * q + 2 * kv + 3 * shape.d_ff + _beyond(shape)
-    more, few = shape.d_ff, FEW / shape.d_ff
-    if may_fuse(shape, step, precision, device):
-        more = 0
-        few = MIN_WAVES * device.fused * TILE[0] / -(-shape.d_ff // TILE[1])
-    kept = max(tokens * (own + more), min(tokens, few) * (own + 2 * shape.d_ff))
-    if shape.gelu and precision != "fp8":
-        # both as they are, their product before adapters, GELU, and what is short of the factors fitted to other models
-        merged = own + 4 * shape.d_ff + (shape.norms - 2) * shape.d_model
-        kept = max(kept, min(tokens, few, MERGED / shape.d_ff) * merged)
-    return shape.n_layers * kept
+    return 4 * shape.d_model + 2 * q + 2 * kv + 3 * shape.d_ff + _beyond(shape)
 
 
 def may_fuse(shape: ModelShape, step: StepShape, precision: str, device: DeviceSpec) -> bool:
@@ -129,7 +111,7 @@ def may_fuse(shape: ModelShape, step: StepShape, precision: str, device: DeviceS
         and precision in ("bf16", "fp8")
         and step.rank_bucket <= 256
         and rows % 8 == 0
-        and -(-rows // TILE[0]) * TILE[0] <= MAX_ROW_WASTE * rows
+        and -(-rows // TILE_M) * TILE_M <= MAX_ROW_WASTE * rows
         and shape.d_model >= MIN_DEPTH
         and shape.d_model % unit == shape.d_ff % unit == 0
     )
@@ -181,7 +163,7 @@ def memory_terms(shape: ModelShape, step: StepShape, precision: str, device: Dev
     adapters = params * (4.0 * (1 + step.accumulate) + moments + compute % 4)
     working = tokens * saved_elements(shape, "none") * compute
     if step.policy == "none" and device.name != "cpu":
-        saved = _written_out(shape, step, precision, device) * compute
+        saved = tokens * shape.n_layers * _written_out(shape) * compute
         working += tokens * _beyond(shape) * compute
     else:
         saved = tokens * shape.n_layers * saved_elements(shape, step.policy) * compute

@@ -24,8 +24,8 @@ class ModelShape:
     """Describe a decoder by its sizes; `sites` are the Linears that may carry an adapter: (name, d_in,
     d_out).
 
-    `norms` of a layer are over D; `qk_norm`: queries and keys are normalised; `gelu`: the MLP's gate is GELU, not SiLU;
-    `flash`: cuDNN's attention can serve the model.
+    `norms` of a layer are over D; `qk_norm`: queries and keys are normalised; `flash`: cuDNN's attention can serve
+    the model.
     """
 
     name: str
@@ -41,7 +41,6 @@ class ModelShape:
     sites: tuple[tuple[str, int, int], ...]
     norms: int = 2
     qk_norm: bool = False
-    gelu: bool = False
     flash: bool = True
 
     def __post_init__(self) -> None:

@@ -40,7 +40,6 @@ def model_shape(config: ModelConfig, name: str) -> planner.ModelShape:
         sites=tuple((site.name, site.d_in, site.d_out) for site in config.sites),
         norms=2 * (config.pre_norm + config.post_norm),
         qk_norm=config.qk_norm != "none",
-        gelu=config.activation == "gelu_tanh",
         flash=not config.cudnn_obstacle,
     )
 

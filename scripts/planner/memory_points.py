@@ -4,8 +4,8 @@ usage: python -m scripts.planner.memory_points OUT.json [--fused | --fp8 | --off
            [--policy POLICY] [--here]
        (pip install 'plora-jax[cuda]'; no GPU, but for --here, which compiles for the one that is there)
 
-All but what recomputes whole layers has its layers written out, as on a GPU: without the fused kernel, or with it
-(--fused, a list of its own); --fp8: with it, on an fp8 base; --offload: long rows, their layers' inputs on the host,
+All but what recomputes whole layers has its layers written out, as on a GPU: one without the fused kernel, or one with
+it (--fused, a list of its own); --fp8: with it, on an fp8 base; --offload: long rows, their layers' inputs on the host,
 and on the device; --families: models of other layers than Llama's, each as the list says. Nothing is tuned for a
 described GPU, which changes no size where layers are written out: on a card the compiler said the same. With --policy
 the file is read first, and only that policy's points are made anew.
@@ -52,7 +52,7 @@ gpu_device_info {
 platform_name: "CUDA" runtime_version { major: 13 } dnn_version_info { major: 9 minor: 12 }
 device_description_str: "NVIDIA H200"
 """
-DEVICE = Device("NVIDIA H200", "9.0", 132)
+DEVICE, WITHOUT_KERNEL = Device("NVIDIA H200", "9.0", 132), Device("a GPU without kernels", "", 132)
 MODELS = {size: f"Qwen/Qwen2.5-{size}-Instruct" for size in ("0.5B", "1.5B", "3B", "7B", "14B")}
 MODELS["8B"] = "meta-llama/Llama-3.1-8B-Instruct"
 MODELS |= {f"gemma-{size}": f"google/gemma-{size}-it" for size in ("2-2b", "2-9b", "3-270m", "3-1b")}
@@ -189,6 +189,8 @@ def point(
     accumulate: bool = False,
 ) -> dict[str, Any]:
     """Compile one step, `asked` being xla, fused or fp8, and return its memory point as planner.fit reads it."""
+    if not here:
+        choice.default_device = lambda: WITHOUT_KERNEL if asked == "xla" else DEVICE
     base = abstract_base(MODELS[size], precision="fp8" if asked == "fp8" else "bf16")
     jobs = [Job(rank=rank, batch_size=m, max_steps=1, scheduler="constant")] * J
     spec = dataclasses.replace(pack_spec(base.config, jobs, m=m), accumulate=accumulate)
@@ -198,8 +200,7 @@ def point(
     if asked == "fp8":
         options["xla_gpu_enable_triton_gemm"] = False
     if policy in ("none", "dots"):
-        kernels = "xla" if asked == "xla" else "auto"
-        runtime = dataclasses.replace(runtime, unroll=base.config.n_layers, kernels=kernels)  # type: ignore[arg-type]
+        runtime = dataclasses.replace(runtime, unroll=base.config.n_layers, kernels="auto")
         options["xla_gpu_enable_triton_gemm"] = False
     there, platforms = None, None
     if not here:
@@ -249,7 +250,6 @@ def main() -> None:
     if not args.here:  # asked of the device that is there otherwise
         cudnn.check_cudnn_version = lambda: 91200
         cudnn.check_compute_capability = lambda capability: True
-        choice.default_device = lambda: DEVICE
     asked = "fused" if args.fused else "fp8" if args.fp8 else "xla"
     listed = OFFLOAD if args.offload else {"fused": FUSED, "fp8": FP8, "xla": CASES}[asked]
     cases = [(asked, *case) for case in listed]
