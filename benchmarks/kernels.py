@@ -523,7 +523,9 @@ def head(log, full):
             ]
             for key, value in others.items():
                 config = dataclasses.replace(plain, **{key: value})
-                programs.append((f"its launch, {key} {value}", functools.partial(launch, config), (h, shift, w)))
+                programs.append(
+                    (f"its launch, {key} {value}", functools.partial(launch, config), (h, shift, w))
+                )
             want = None
             for how, program, given in compile_all(programs):
                 if isinstance(program, str):

@@ -10,7 +10,6 @@ making a softmax of them take. Exact are all logits up to `BELOW` + `CAP` = 108 
 above that counts as 108, in a loss of more than 108.
 """
 
-import jax
 import jax.numpy as jnp
 
 from .hopper_gemm import DEFAULT, Softmax, lora_gemm

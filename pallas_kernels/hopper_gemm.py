@@ -478,8 +478,7 @@ def lora_gemm(
         out_types[1] = jax.ShapeDtypeStruct((jobs, n_tiles, job_tiles * TILE_M), jnp.float32)
     results = plgpu.kernel(
         body,
-        out_type=out_types
-        + [jax.ShapeDtypeStruct((jobs, tokens, s.a.shape[1]), dtype) for s in shrinks],
+        out_type=out_types + [jax.ShapeDtypeStruct((jobs, tokens, s.a.shape[1]), dtype) for s in shrinks],
         grid=(clusters,),
         grid_names=("sm",),
         cluster=(c.cluster,),

@@ -57,12 +57,12 @@ def _losses_fwd(
     softcap: float, kernels: str, hidden: Array, targets: Array, head: Array
 ) -> tuple[Array, Array]:
     both = with_gradient(softcap, kernels)
-    return jax.lax.map(lambda chunk: both(*chunk, head), (hidden, targets))
+    return jax.lax.map(lambda chunk: both(chunk[0], chunk[1], head), (hidden, targets))
 
 
 @cache
 def with_gradient(softcap: float, kernels: str) -> Callable[[Array, Array, Array], tuple[Array, Array]]:
-    """Return the function that makes losses [n] with their gradients [n, D], of all jobs at once where a kernel does."""
+    """Return the function that makes losses [n] with their gradients [n, D], of all jobs at once for a kernel."""
 
     def by_xla(h: Array, t: Array, head: Array) -> tuple[Array, Array]:
         loss, (logits, lse) = _chunk(softcap, h, t, head)

@@ -93,7 +93,9 @@ def test_far_from_the_target():
     np.testing.assert_allclose(loss[near], want[near], rtol=1e-6)
     assert relative(dh[near], slope[near]) < 3e-3
     np.testing.assert_allclose(loss[~near], 108, rtol=1e-5)
-    assert relative(dh[~near], slope[~near]) < 3e-3  # one logit stands out, so that this is its gradient all the same
+    assert (
+        relative(dh[~near], slope[~near]) < 3e-3
+    )  # one logit stands out, so that this is its gradient all the same
 
 
 def test_exponentials_and_sums_of_several_jobs():
@@ -119,9 +121,7 @@ def test_jobs_share_the_launch(monkeypatch):
 
     def kernel(states, head, softcap, mode):
         seen.append((states.shape, mode))
-        return functools.partial(
-            loss_and_gradient, softcap=softcap, config=ONE_BLOCK, interpret=INTERPRET
-        )
+        return functools.partial(loss_and_gradient, softcap=softcap, config=ONE_BLOCK, interpret=INTERPRET)
 
     monkeypatch.setattr(losses, "head_kernel", kernel)
     both = losses.with_gradient(4.0, "hopper")
@@ -131,7 +131,9 @@ def test_jobs_share_the_launch(monkeypatch):
     np.testing.assert_allclose(loss.reshape(-1), want, atol=1e-5)
     assert relative(dh.reshape(-1, 64), slope) < 3e-3
 
-    shared = jax.vmap(both, in_axes=(None, 0, None))(h[0], targets, w)  # the same states, each job's own targets
+    shared = jax.vmap(both, in_axes=(None, 0, None))(
+        h[0], targets, w
+    )  # the same states, each job's own targets
     for j in range(3):
         want, slope, _ = exact(h[0], targets[j], w, 4.0)
         np.testing.assert_allclose(shared[0][j], want, atol=1e-5)

@@ -52,45 +52,44 @@ def test_terms_by_hand():
 
 
 def test_layers_written_out_by_hand():
-    """A token's numbers of a layer; with XLA's products once more the width of the MLP, of few tokens twice."""
+    """A token's numbers of a layer, whatever multiplies and of however few tokens."""
     step = replace(STEP, policy="none", accumulate=False)
     tokens, own = 8192, 6 * 3584 + 2 * 512 + 3 * 18_944
-    for device, numbers in ((H200, own), (A100, own + 18_944)):
+    for device in (H200, A100):
         terms = memory_terms(QWEN, step, "bf16", device)
-        assert terms["saved_none"] == tokens * 28 * numbers * 2
+        assert terms["saved_none"] == tokens * 28 * own * 2
         assert terms["adapters"] == 8 * 80_740_352 * (
             12 + 2
         )  # gradients take the place of what backward has used
     terms = memory_terms(QWEN, step, "bf16", CPU)
     assert terms["saved_none"] == tokens * 28 * (9 * 3584 + 2 * 512 + 5 * 18_944) * 2
     few = memory_terms(QWEN, replace(step, J=1), "bf16", A100)
-    assert few["saved_none"] == 1024 * 28 * (own + 2 * 18_944) * 2
+    assert few["saved_none"] == 1024 * 28 * own * 2
 
 
 @pytest.mark.parametrize("rank", (16, 512))
-@pytest.mark.parametrize("precision", ("bf16", "fp8"))
 @pytest.mark.parametrize(
     "d_model, d_ff", [(768, 3072), (896, 4864), (3584, 18_944), (4096, 14_300), (2048, 5504 + 64)]
 )
-def test_the_fused_kernel_is_counted_where_it_is_chosen(d_model, d_ff, precision, rank):
-    """As `pallas_kernels.choose` decides for gate and up of an H200, which the planner cannot ask."""
+def test_the_fused_kernel_is_counted_where_it_is_chosen(d_model, d_ff, rank):
+    """As `pallas_kernels.choose` decides for gate and up of an H200, which the planner cannot ask, on an fp8 base: a
+    loop that keeps products transposes no weights then but some.
+    """
     from pallas_kernels.choice import Device, choose
 
     device, shape = Device("NVIDIA H200", "9.0", 132), decoder_shape("x", 1, d_model, d_ff, 8, 2, 128, 1000)
     seen = set()
     for J, m, S in product((1, 2, 5, 9, 30), (1, 3), (20, 64, 120, 128, 192, 250, 384, 1024)):
         call = ("bfloat16", J, m * S, d_model, [d_ff, d_ff], [rank, rank])
-        chosen = choose(*call, fp8=precision == "fp8", device=device, mode="auto")
-        step = StepShape(1, J, m, S, rank, "none")
-        tokens, own = J * m * S, 4 * d_model + 2 * 1024 + 2 * 256 + 3 * d_ff
-        kept = memory_terms(shape, step, precision, H200)["saved_none"] / 2
-        without = memory_terms(shape, step, precision, replace(H200, fused=0))["saved_none"] / 2
-        if chosen.name == "xla":
-            assert kept == without >= tokens * (own + d_ff)
-        else:
-            assert tokens * own <= kept < min(1.51 * tokens * own, without)
+        chosen = choose(*call, fp8=True, device=device, mode="auto")
+        if chosen.name == "xla" and "tiles are fewer" in chosen.reason:
+            continue  # given slots enough
+        step = StepShape(1, J, m, S, rank, "dots")
+        weights = memory_terms(shape, step, "fp8", H200)["weights"]
+        without = memory_terms(shape, step, "fp8", replace(H200, fused=0))["weights"]
+        assert (weights < without) == (chosen.name == "hopper")
         seen.add(chosen.name)
-    serves = rank == 16 and d_model > 800 and d_ff % (128 if precision == "fp8" else 64) == 0
+    serves = rank == 16 and d_model > 800 and d_ff % 128 == 0
     assert seen == ({"hopper", "xla"} if serves else {"xla"})
 
 
@@ -106,19 +105,23 @@ def test_the_head_is_counted_as_it_is_chosen(d_model, vocabulary, precision):
     before = 0
     for tokens in (1, 200, 255, 256, 700, 800, 1024, 5000):
         positions = min(tokens, 1024)
-        serves = choose_head(dtype, positions, (vocabulary, d_model), mode="auto", device=device).name == "hopper"
+        serves = (
+            choose_head(dtype, positions, (vocabulary, d_model), mode="auto", device=device).name == "hopper"
+        )
         sizes = {}
         for policy in ("none", "dots", "layer", "offload"):
             step = StepShape(1, 1, 1, tokens, 16, policy)
             sizes[policy] = memory_terms(shape, step, precision, H200)["logits"] / vocabulary
         assert sizes["layer"] == sizes["offload"] == a_logit * positions
-        assert sizes["none"] == sizes["dots"] == (max(255 * 6, 2 * positions) if serves else a_logit * positions)
+        assert (
+            sizes["none"] == sizes["dots"] == (max(255 * 6, 2 * positions) if serves else a_logit * positions)
+        )
         assert sizes["none"] >= before
         before = sizes["none"]
 
 
 def test_layers_of_other_families_by_hand():
-    """Second norms keep their inputs, and products of q, k and v; norms of q and k theirs; GELU a number of the MLP."""
+    """Second norms keep their inputs, and products of q, k and v; norms of q and k theirs."""
     step, tokens = replace(STEP, policy="none"), 8192
 
     def kept(device=H200, precision="bf16", term="saved_none", **facts):
@@ -131,12 +134,6 @@ def test_layers_of_other_families_by_hand():
             assert kept(device, term=term, norms=4) - plain == 2 * 3584 + 3584 + 2 * 512
             assert kept(device, term=term, qk_norm=True) - plain == 3584 + 512
             assert kept(device, term=term, flash=False) == plain
-    assert kept(gelu=True) == kept()
-    merged = replace(QWEN, norms=4, gelu=True)
-    few = memory_terms(merged, replace(step, J=1, S=512), "bf16", A100)["saved_none"] / 512 / 28 / 2
-    assert few == 9 * 3584 + 4 * 512 + 7 * 18_944 + 2 * 3584
-    # XLA keeps as much without the kernel, whose unit is as lean on an fp8 base
-    assert kept(A100, gelu=True) == kept(A100) and kept(precision="fp8", gelu=True) == kept(precision="fp8")
 
 
 def test_scores_that_cudnn_cannot_serve_by_hand():
