@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 
-from . import mlp, reference
+from . import mlp
 from .choice import asked, implementation
-from .fp8 import Fp8Weight
+from .fp8 import Fp8Weight, Rounded
 from .glu import ACTIVATIONS
 from .reference import Site
 
@@ -81,8 +81,9 @@ def lora_dense_group(x, ws, adapters, *, biases=None, mask=None):
 def lora_mlp(x, ws, adapters, *, activation, biases=None, masks=(None, None), keep=True):
     """Apply a gated MLP, down(activation(gate)·up), each product as `lora_dense`.
 
-    On fp8 weights, and where the fused kernel serves, it is one function to autodiff: the unit and its gradients are
-    computed in float32, in the launches of the products beside it or in one that also rounds them to 8 bits.
+    With gate and up apart, and all weights fp8 or another implementation than "xla" asked for, it is one function to
+    autodiff, which keeps gate, up and what down reads; the unit and its gradients are computed in float32: where the
+    fused kernel serves in the launches of the products beside it, on fp8 weights in one that also rounds them.
 
     Args:
       x: [..., D]. ws: of gate [D, F], up [D, F] and down [F, D'], or one that holds both [D, 2F], gate first, and down.
@@ -219,7 +220,7 @@ def _lora(asked, activation, keep):
             return ys, (x, mask, sites, us, None)
         y, gate, up, h = ys
         gate, up = (checkpoint_name(t, GATED) for t in (gate, up))
-        return y, (x, mask, sites, us, (gate, up, reference.masked(h, None) if keep else None))
+        return y, (x, mask, sites, us, (gate, up, (h.x if isinstance(h, Rounded) else h) if keep else None))
 
     def lora_bwd(residuals, dys):
         x, mask, sites, us, kept = residuals

@@ -161,7 +161,7 @@ def choose_head(dtype, rows, shape, *, device=None, mode=None) -> Choice:
             return Choice("xla", f"{what} {size} is no multiple of 64")
     if mode != "hopper" and rows < MIN_ROWS:
         return Choice("xla", f"{rows} rows are fewer than {MIN_ROWS}")
-    return Choice("hopper", "fused kernel, untuned tiles")
+    return Choice("hopper", "fused kernel")
 
 
 def _why_no_kernel(dtype, mode: str, device: Device) -> str | None:
@@ -199,7 +199,7 @@ def _source(kind: str) -> str:
 
 
 def config_for(which: str, k: int, n: int, device: Device, fp8: bool = False) -> GemmConfig:
-    """Return the tiles of the "forward" or "backward" product [T, K]·[K, N]: tuned if known, else the default.
+    """Return the tiles of a "forward", "backward" or "head" product [T, K]·[K, N]: tuned if known, else the default.
 
     Products of 8-bit numbers take the default: of those tried none was faster by more than 0.5 % (docs/benchmarks.md).
     """
@@ -262,7 +262,7 @@ def head_kernel(h, w, softcap, mode: str | None = None):
 
 
 def implementation(x, sites: tuple[Site, ...], mode: str | None = None):
-    """Return the object whose `forward` and `backward` serve a packed call, as `choose` says."""
+    """Return the object whose `forward` and `backward`, or those of a gated unit, serve a call, as `choose` says."""
     eight = [isinstance(site.w, Fp8Weight) for site in sites]
     if any(eight) != all(eight):
         return reference  # a launch reads weights of one kind

@@ -58,7 +58,8 @@ def forward_glu(activation, x, mask, sites, *, config=lambda site: DEFAULT, inte
     """Compute gate, up and activation(gate)·up, as `reference.forward_glu`: in the launch that makes up."""
     if holds_fp8(sites) or sites[1].a is None:
         own = functools.partial(forward, config=config, interpret=interpret)
-        return reference.forward_glu(activation, x, mask, sites, own, hopper_rows)
+        round_glu = functools.partial(hopper_rows.round_glu, interpret=interpret)
+        return reference.forward_glu(activation, x, mask, sites, own, round_glu)
     return _forward(activation, x, mask, sites, config, interpret)
 
 
@@ -121,7 +122,8 @@ def backward_glu(activation, h, mask, sites, us, dys, ys, ws, *, config=DEFAULT,
     """
     if holds_fp8(sites) or mask is not None:
         own = functools.partial(backward, config=config, interpret=interpret)
-        return reference.backward_glu(activation, h, mask, sites, us, dys, ys, ws, own, hopper_rows)
+        round_back = functools.partial(hopper_rows.round_glu_back, interpret=interpret)
+        return reference.backward_glu(activation, h, mask, sites, us, dys, ys, ws, own, round_back)
     unit = Unit(activation, *ys, again=h is None)
     (dgate, dup, *again), dus = _dx(mask, sites, dys, None, unit, config, interpret)
     h = again[0] if again else h

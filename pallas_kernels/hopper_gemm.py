@@ -8,7 +8,8 @@ One warpgroup feeds a ring of shared-memory slots with TMA copies and runs ahead
 multiply (wgmma), 64 rows each. A step of the ring is 64 columns of x with W, or 64 columns of u with E; of an fp8 base
 it is 128 columns of x and W, whose scales multiply the accumulator at the end. What lies beyond the rank (or T, N) is
 filled with zeros by the copy engine and cut off by its stores, so ranks and token counts need no padding in memory.
-Every output tile lies inside one job.
+Every output tile lies inside one job. Behind the steps of a tile may come pieces of gate, or of gate and up, of which
+and of the sums a `Unit` is made before they are stored, as a `Softmax` is of the sums alone.
 
 The shrink rides along: the first tile of every row ("leader") multiplies the slots of x it has anyway with A too,
 into a second accumulator, writes u and raises a flag. Leaders come first; the others need u in their last steps.
@@ -68,7 +69,7 @@ class Unit(NamedTuple):
 
     activation: str  # of `glu.ACTIVATIONS`
     gate: jax.Array  # [J, T, N]
-    up: jax.Array | None = None
+    up: jax.Array | None = None  # where the product is transposed
     again: bool = False  # give activation(gate)·up beside the gradients
 
 
@@ -132,6 +133,10 @@ def lora_gemm(
     dtype, depth = scales.dtype if scales else left, STEP_BYTES // left.itemsize  # of a step of the products
     if scales and (shrinks or not transposed or any(x.shape[-1] % depth for x, _ in products)):
         raise ValueError(f"8-bit products are transposed, of K in multiples of {depth}, without shrinks")
+    if unit and (scales or softmax or (unit.up is not None and not transposed)):
+        raise ValueError(
+            "a unit is made of 16-bit products, its gradient of transposed ones, and no softmax of it"
+        )
     n = products[0][1].shape[0 if transposed else 1]
     widths = [shrink_width(shrink.a.shape[1]) for shrink in shrinks]
     width = max(widths, default=0)  # of the one accumulator that serves a leader's shrinks in turn

@@ -176,29 +176,31 @@ def backward(x, mask, sites: tuple[Site, ...], us, dys, rounded=None):
     return dx, das, tuple(dbs)
 
 
-def forward_glu(activation, x, mask, sites: tuple[Site, ...], forward=forward, rows=fp8):
+def forward_glu(activation, x, mask, sites: tuple[Site, ...], forward=forward, round_glu=fp8.round_glu):
     """Compute gate, up and activation(gate)·up, in float32 at least, of gate's and up's sites.
 
     Args:
       activation: of `glu.ACTIVATIONS`. x, mask, sites: as for `forward`, which may be another implementation's.
-      rows: the module whose `round_glu` gives the third result on fp8 weights, `Rounded` for the next product.
+      round_glu: gives the third result on fp8 weights, `Rounded` for the next product.
 
     Returns:
       ((gate, up, h), us): three results in place of the two of `forward`.
     """
     (gate, up), us = forward(x, mask, sites)
     if holds_fp8(sites):
-        return (gate, up, rows.round_glu(activation, gate, up)), us
+        return (gate, up, round_glu(activation, gate, up)), us
     return (gate, up, glu(activation, *widen(gate, up)).astype(gate.dtype)), us
 
 
-def backward_glu(activation, h, mask, sites, us, dys, ys, ws, backward=backward, rows=fp8):
+def backward_glu(
+    activation, h, mask, sites, us, dys, ys, ws, backward=backward, round_glu_back=fp8.round_glu_back
+):
     """Compute from dy of the site that reads h = activation(gate)·up the gradients of gate and up, and its dA and dB.
 
     Args:
       h: what `forward_glu` returned, or None: it is computed again. mask, sites, us, dys: as for `backward`, which
         may be another implementation's. ys: gate and up. ws: their weights.
-      rows: the module whose `round_glu_back` rounds the gradients where these are fp8.
+      round_glu_back: rounds the gradients where these are fp8.
 
     Returns:
       (dys, rounded, das, dbs): the first two as `backward` of gate's and up's sites takes them.
@@ -208,6 +210,6 @@ def backward_glu(activation, h, mask, sites, us, dys, ys, ws, backward=backward,
     dh, das, dbs = backward(h, mask, sites, us, dys)
     if holds_fp8(sites):
         columns, kind = [w.scale for w in ws], fp8.gradient_format(ws)
-        return *rows.round_glu_back(activation, gate, up, dh, columns, kind), das, dbs
+        return *round_glu_back(activation, gate, up, dh, columns, kind), das, dbs
     dys = tuple(dy.astype(gate.dtype) for dy in glu_back(activation, *widen(gate, up, dh)))
     return dys, None, das, dbs

@@ -121,6 +121,9 @@ def pack_bytes(
         if shape.qk_norm:
             special += query + key_value // 2
         kept, everything = tokens * (lean + special), everything + special
+        if "gate_up_proj" in {name for name, _, _ in shape.sites}:
+            some = 256 * devices.spec.fused / math.ceil(shape.d_ff / 128) if fused else tokens
+            kept += min(tokens, some) * 2 * shape.d_ff
     layers = layer_params(shape)
     weights = layers * WEIGHT_BYTES[precision] + (shape.n_params - layers) * wide
     one = layers / shape.n_layers * wide
@@ -138,10 +141,12 @@ def pack_bytes(
     elif devices.spec.attention == "xla":
         scores = 4 * tokens * shape.n_heads * S * ((shape.n_layers if policy == "none" else 1) + 2)
     at_work = factor.working * tokens * everything * wide
-    head = (4 + wide) * min(tokens, 1024)
+    unrolled = policy in ("none", "dots") and devices.spec.name != "cpu"
+    a_logit = (4 + wide) * (4 / 3 if unrolled and not shape.flash else 1)
+    head = a_logit * min(tokens, 1024)
     whole_pieces = shape.vocab_size % 64 == 0 and shape.d_model % 64 == 0
-    if devices.spec.fused and degree == 1 and unit < math.inf and policy in ("none", "dots") and whole_pieces:
-        head = max((4 + wide) * min(tokens, 255), 2 * min(tokens, 1024))
+    if devices.spec.fused and degree == 1 and unit < math.inf and unrolled and whole_pieces:
+        head = max(a_logit * min(tokens, 255), 2 * min(tokens, 1024))
     at_head = factor.logits * head * shape.vocab_size
     one_after_other = policy in ("layer", "offload") and devices.spec.name != "cpu"
     total = (

@@ -15,7 +15,8 @@ from planner.signature import LAST_RESORT
 from planner.specs import MOMENT_BYTES, PRECISION_BYTES, ModelShape
 
 HEAD_CHUNK = 1024  # positions whose logits exist at one time
-TILE_M, MIN_DEPTH, MAX_ROW_WASTE = 128, 896, 1.07  # what pallas_kernels.choice asks of a product
+TILE_M, TILE_N = 128, 256  # tokens and output features of the fused kernel's tiles
+MIN_WAVES, MIN_DEPTH, MAX_ROW_WASTE = 2, 896, 1.07  # what pallas_kernels.choice asks of a product
 MIN_ROWS = 256  # and of a head
 PINNED = 64e9  # bytes of the host's memory that JAX pins for one process, unless it is told otherwise
 TRANSPOSED = 0.4  # of an fp8 base's weights: copies beside them at the peak where backward recomputes
@@ -92,14 +93,20 @@ def _beyond(shape: ModelShape) -> int:
     return second + (q + kv if shape.qk_norm else 0)
 
 
-def _written_out(shape: ModelShape) -> int:
-    """Count the numbers that a layer written out keeps for the backward pass, per token.
+def _written_out(shape: ModelShape, step: StepShape, precision: str, device: DeviceSpec) -> float:
+    """Return the numbers that layers written out keep for the backward pass of a packed step, all in all.
 
-    Both residuals, both norms, q and the attention's output, k and v, gate, up and their product; and what a layer
-    unlike Llama's keeps beyond.
+    A token's, per layer: both residuals, both norms, q and the attention's output, k and v, gate, up and their product;
+    what a layer unlike Llama's keeps beyond; and of gate and up in one site the parts of their sums, where XLA makes
+    these: without the fused kernel, or of too few tokens for it.
     """
     q, kv = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
-    return 4 * shape.d_model + 2 * q + 2 * kv + 3 * shape.d_ff + _beyond(shape)
+    tokens = few = step.J * step.m * step.S / step.degree
+    if may_fuse(shape, step, precision, device):
+        few = min(tokens, MIN_WAVES * device.fused * TILE_M / -(-2 * shape.d_ff // TILE_N))
+    parts = 2 * shape.d_ff if any(name == "gate_up_proj" for name, *_ in shape.sites) else 0
+    own = 4 * shape.d_model + 2 * q + 2 * kv + 3 * shape.d_ff + _beyond(shape)
+    return shape.n_layers * (tokens * own + few * parts)
 
 
 def may_fuse(shape: ModelShape, step: StepShape, precision: str, device: DeviceSpec) -> bool:
@@ -131,15 +138,22 @@ def _score_bytes(shape: ModelShape, step: StepShape, precision: str) -> float:
     return one if step.policy == "dots" else one + max(0.0, one - 5 * tokens * shape.d_ff * compute)
 
 
-def logits_bytes(shape: ModelShape, tokens: float, precision: str, fused: bool = False) -> float:
-    """Return the bytes of the logits that exist at one time, in float32, and of their gradient.
+def logits_bytes(shape: ModelShape, tokens: float, precision: str) -> float:
+    """Return the bytes of the logits that exist at one time, in float32, and of their gradient."""
+    return (8.0 if precision == "fp32" else 6.0) * min(tokens, HEAD_CHUNK) * shape.vocab_size
 
-    Where the fused kernel serves the head, of exponentials in 16 bits; of few positions XLA does.
+
+def _written_out_logits(shape: ModelShape, step: StepShape, precision: str, device: DeviceSpec) -> float:
+    """Return the same beside layers written out: where the fused kernel serves the head, exponentials in 16 bits.
+
+    Of few positions XLA does. A model that caps its scores caps its logits, too, and holds both.
     """
-    a_token = 8.0 if precision == "fp32" else 6.0
-    if fused:
-        return max(a_token * min(tokens, MIN_ROWS - 1), 2.0 * min(tokens, HEAD_CHUNK)) * shape.vocab_size
-    return a_token * min(tokens, HEAD_CHUNK) * shape.vocab_size
+    tokens = step.J * step.m * step.S / step.degree
+    beside = 1.0 if shape.flash else 8 / 6
+    if may_fuse_head(shape, step, precision, device):
+        few = beside * logits_bytes(shape, min(tokens, MIN_ROWS - 1), precision)
+        return max(few, 2.0 * min(tokens, HEAD_CHUNK) * shape.vocab_size)
+    return beside * logits_bytes(shape, tokens, precision)
 
 
 def may_fuse_head(shape: ModelShape, step: StepShape, precision: str, device: DeviceSpec) -> bool:
@@ -148,7 +162,6 @@ def may_fuse_head(shape: ModelShape, step: StepShape, precision: str, device: De
         device.fused > 0
         and step.degree == 1
         and precision in ("bf16", "fp8")
-        and step.policy in ("none", "dots")
         and shape.d_model % 64 == shape.vocab_size % 64 == 0
     )
 
@@ -162,8 +175,11 @@ def memory_terms(shape: ModelShape, step: StepShape, precision: str, device: Dev
     # fp32: parameter, running sum of gradients; moments; a compute copy
     adapters = params * (4.0 * (1 + step.accumulate) + moments + compute % 4)
     working = tokens * saved_elements(shape, "none") * compute
+    logits = logits_bytes(shape, tokens, precision)
+    if step.policy in ("none", "dots") and device.name != "cpu":
+        logits = _written_out_logits(shape, step, precision, device)
     if step.policy == "none" and device.name != "cpu":
-        saved = tokens * shape.n_layers * _written_out(shape) * compute
+        saved = _written_out(shape, step, precision, device) * compute
         working += tokens * _beyond(shape) * compute
     else:
         saved = tokens * shape.n_layers * saved_elements(shape, step.policy) * compute
@@ -188,7 +204,7 @@ def memory_terms(shape: ModelShape, step: StepShape, precision: str, device: Dev
         "adapters": adapters,
         "working": working,
         "attention": scores,
-        "logits": logits_bytes(shape, tokens, precision, may_fuse_head(shape, step, precision, device)),
+        "logits": logits,
     }
     return terms if step.policy == LAST_RESORT else {**terms, f"saved_{step.policy}": saved}
 

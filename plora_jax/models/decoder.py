@@ -179,8 +179,8 @@ class Layer(nnx.Module):
         x = x + (self.attn_post(h) if c.post_norm else h)
 
         h = self.mlp_pre(x) if c.pre_norm else x
-        parts = zip(*(sites_of(source, h.dtype) for source in ("mlp_in", "mlp_act")), strict=True)
-        weights, lora, biases, masks = parts
+        parts = (sites_of(source, h.dtype) for source in ("mlp_in", "mlp_act"))
+        weights, lora, biases, masks = zip(*parts, strict=True)
         h = lora_mlp(
             h,
             sum(weights, ()),

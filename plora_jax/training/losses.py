@@ -62,7 +62,7 @@ def _losses_fwd(
 
 @cache
 def with_gradient(softcap: float, kernels: str) -> Callable[[Array, Array, Array], tuple[Array, Array]]:
-    """Return the function that makes losses [n] with their gradients [n, D], of all jobs at once for a kernel."""
+    """Return the function that makes losses [n] with their gradients [n, D], of all jobs at once unless by "xla"."""
 
     def by_xla(h: Array, t: Array, head: Array) -> tuple[Array, Array]:
         loss, (logits, lse) = _chunk(softcap, h, t, head)

@@ -15,10 +15,12 @@ from pallas_kernels import (
     lora_dense_group,
     lora_mlp,
     quantise_weight,
+    reference,
     using,
 )
 from pallas_kernels.fp8 import round_gradients, rounded
 from pallas_kernels.glu import ACTIVATIONS, glu, glu_back
+from pallas_kernels.hopper_gemm import Softmax, Unit, lora_gemm
 
 from .problems import INTERPRET, ONE_BLOCK, count_launches, exact, in_fp8, packed, raced, relative, worst
 
@@ -197,6 +199,31 @@ def test_what_is_rounded_already_is_read_as_it_is():
     given = round_gradients(dys, [site.w for site in sites])
     again = hopper.backward(x, mask, sites, us, dys, given, config=ONE_BLOCK, interpret=INTERPRET)
     assert worst(again, back) < 1e-3
+
+
+def test_on_an_fp8_base_the_launches_are_those_of_xla():
+    """Gate, up and the rounded unit, and the rounded gradients: each by the kernels, against the reference's."""
+    x, _, ins, _ = packed(2, 128, 128, (256, 256), (8, 8))
+    h, _, outs, dys = packed(2, 128, 256, (128,), (8,), seed=1)
+    ins, outs = in_fp8(ins, "e4m3"), in_fp8(outs, "e4m3")
+    call = {"config": lambda site: ONE_BLOCK, "interpret": INTERPRET}
+    (gate, up, unit), us = hopper.forward_glu("silu", x, None, ins, **call)
+    (_, _, want), want_us = reference.forward_glu("silu", x, None, ins)
+    assert worst((gate, up, us), (*reference.forward(x, None, ins)[0], want_us)) < 8e-3
+    assert relative(unit.x, want.x) < 8e-3 and relative(unit.values, want.values) < 3e-2
+    _, own_us = reference.forward(h, None, outs)
+    back = (h, None, outs, own_us, dys, (gate, up), [site.w for site in ins])
+    got = hopper.backward_glu("silu", *back, config=ONE_BLOCK, interpret=INTERPRET)
+    want = reference.backward_glu("silu", *back)
+    assert worst((got[0], got[2:]), (want[0], want[2:])) < 1.5e-2
+    assert relative(got[1][1], want[1][1]) < 1e-2
+
+
+@pytest.mark.parametrize("given", [{"transposed": False}, {"softmax": Softmax(jnp.zeros((1, 64)))}])
+def test_a_unit_of_other_products_is_refused(given):
+    x = jnp.zeros((1, 64, 64), jnp.bfloat16)
+    with pytest.raises(ValueError, match="a unit is made of 16-bit products"):
+        lora_gemm([(x, x[0])], unit=Unit("silu", x, x), **{"transposed": True, **given})
 
 
 def test_rows_longer_than_a_copy_and_none():
