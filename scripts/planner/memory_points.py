@@ -160,6 +160,8 @@ FAMILIES: list[tuple[Any, ...]] = [  # the last word says what is asked of `poin
     ("gemma-3-1b", 4, 1, 384, 16, "none", "fused"),
     ("gemma-3-1b", 4, 1, 512, 16, "none", "xla"),
     ("gemma-3-270m", 2, 1, 1024, 16, "none", "fused"),
+    ("Phi-3", 8, 1, 512, 32, "none", "xla"),
+    ("Phi-3", 1, 1, 512, 16, "none", "xla"),
 ]
 OFFLOAD: list[tuple[Any, ...]] = [
     (*sizes, policy)
