@@ -25,7 +25,7 @@ def loss_and_gradient(h, targets, w, softcap=0.0, *, config=DEFAULT, interpret=N
     n, trained = len(h), targets >= 0
     h = jnp.pad(h, ((0, -n % 8), (0, 0)))
     targets = jnp.pad(jnp.maximum(targets, 0), (0, -n % 8))
-    at_target = w[targets].astype(jnp.float32)
+    at_target = w.at[targets].get(mode="fill", fill_value=jnp.nan).astype(jnp.float32)
     z, slope = jnp.sum(h.astype(jnp.float32) * at_target, axis=1), 1.0
     if softcap:
         tanh = jnp.tanh(z / softcap)
@@ -42,6 +42,7 @@ def loss_and_gradient(h, targets, w, softcap=0.0, *, config=DEFAULT, interpret=N
     e, total = e[0], jnp.sum(sums[0], axis=0)[: len(h)]
     far = total > 1  # else the sum is scaled back before its logarithm, which is small
     loss = jnp.log(jnp.where(far, total, total * jnp.exp(below))) + jnp.where(far, below, 0)
+    loss = jnp.maximum(loss, 0)  # z[t] is summed apart, and may be more than the product says
     # the target's own e, rounded, is taken out of the product and p − 1 put in its place, which may be small
     own = jnp.take_along_axis(e, targets[:, None], axis=1)[:, 0].astype(jnp.float32) / total
     spread = jnp.einsum("nv,vd->nd", e, w, preferred_element_type=jnp.float32) / total[:, None]

@@ -27,7 +27,8 @@ def token_losses(
     """Return the cross-entropy at the trained positions, 0 where the target is -1, computing the head only there.
 
     Log-sum-exp runs in float32 or wider. Logits of at most `chunk` positions exist at a time. Gradients flow to
-    `hidden` alone, never to the head.
+    `hidden` alone, never to the head. With a gradient, where the fused kernel serves (`pallas_kernels.choose_head`),
+    logits more than 108 above the target's count as 108 above.
     """
     picked = jnp.take_along_axis(hidden, trained[..., None], axis=1)
     flat, wanted = picked.reshape(-1, picked.shape[-1]), targets.reshape(-1)

@@ -66,6 +66,19 @@ def test_on_an_fp8_base_it_is_that_of_separate_functions(activation, backward):
     assert all(leaf.shape in ((F, D), (D, F)) for leaf in kept)
 
 
+def test_backward_reads_what_forward_made():
+    """Behind a barrier: else XLA keeps for backward what gate and up are sums of."""
+    ws = tuple(draw(seed, *shape) for seed, shape in enumerate(((D, F), (D, F), (F, D))))
+
+    def loss(x):
+        return jnp.sum(lora_mlp(x, ws, (None,) * 3, activation="silu"))
+
+    with using("auto"):
+        text = jax.jit(jax.grad(loss)).lower(draw(4, T, D)).as_text()
+    (barrier,) = [line for line in text.splitlines() if "optimization_barrier" in line]
+    assert barrier.count(f"tensor<1x{T}x{F}xf32>") == 3
+
+
 def test_bases_of_their_own():
     x, bases = draw(4, T, D), [problem(seed) for seed in (0, 20)]
     grad = jax.grad(lambda x, ws: jnp.sum(jnp.sin(mlp(x, ws, "silu", True))))

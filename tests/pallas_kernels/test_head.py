@@ -98,6 +98,18 @@ def test_far_from_the_target():
     )  # one logit stands out, so that this is its gradient all the same
 
 
+def test_what_is_learnt_loses_nothing_and_what_is_no_target_everything():
+    """Losses are never below 0, however the target's logit was summed; a target that is none spoils its row."""
+    _, _, w = problem(64, 64, 192)
+    targets = jnp.arange(64, dtype=jnp.int32).at[5].set(192)
+    h = (160 * w[jnp.minimum(targets, 191)]).astype(jnp.bfloat16)
+    loss, dh = loss_and_gradient(h, targets, w, config=ONE_BLOCK, interpret=INTERPRET)
+    assert np.isnan(loss[5]) and np.isnan(np.asarray(dh[5], np.float32)).any()
+    others = np.arange(64) != 5
+    assert loss[others].min() >= 0 and loss[others].max() < 1e-4
+    assert np.abs(np.asarray(dh, np.float32)[others]).max() < 1e-4
+
+
 def test_exponentials_and_sums_of_several_jobs():
     """The launch itself, of jobs whose rows fill no tile."""
     h, _, w = problem(3 * 72, 64, 320)
