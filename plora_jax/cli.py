@@ -347,8 +347,8 @@ def _parser() -> argparse.ArgumentParser:
         "--recompute",
         choices=["auto", "none", "dots", "layer", "offload"],
         default="none",
-        help="what backward recomputes; offload: as layer, its inputs kept on the host; "
-        "auto: the least that fits the device (default: none)",
+        help="what a step's backward pass recomputes; offload: as layer, its inputs kept on the host; "
+        "auto: the least that fits the GPU (default: none)",
     )
     sub.add_argument(
         "--optimizer",
@@ -360,7 +360,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--compare",
         choices=["peft"],
-        help="also time PEFT and PyTorch on the same shapes, one job after another",
+        help="of a step: also time PEFT and PyTorch on the same shapes, one job after another",
     )
     sub.add_argument(
         "--kernels",
