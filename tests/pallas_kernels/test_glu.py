@@ -66,6 +66,44 @@ def test_on_an_fp8_base_it_is_that_of_separate_functions(activation, backward):
     assert all(leaf.shape in ((F, D), (D, F)) for leaf in kept)
 
 
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("missing", [None, 0, 1, 2])
+def test_as_one_function_it_is_that_of_separate_ones_whatever_falls_on_it(missing, keep):
+    """Each job's dropout masks of both inputs, biases, and a site without adapter: values and gradients, in float64."""
+    rng = np.random.default_rng(0)
+    shapes = ((F, D), (F, D), (D, F))
+    with jax.enable_x64(True):
+        ws = tuple(jnp.asarray(rng.standard_normal(shape[::-1])) for shape in shapes)
+        biases = tuple(jnp.asarray(rng.standard_normal(out)) for out, _ in shapes)
+        adapters = [
+            (
+                jnp.asarray(rng.standard_normal((J, 4, i))),
+                jnp.asarray(rng.standard_normal((J, o, 4))),
+                jnp.full(J, 0.5),
+            )
+            for o, i in shapes
+        ]
+        if missing is not None:
+            adapters[missing] = None
+        x, dy = (jnp.asarray(rng.standard_normal((J, T, D))) for _ in range(2))
+        masks = tuple(jnp.asarray((rng.random((J, T, width)) > 0.3) / 0.7) for width in (D, F))
+
+        def both(x, adapters):
+            def one(x, adapters, masks):
+                return lora_mlp(x, ws, adapters, activation="silu", biases=biases, masks=masks, keep=keep)
+
+            y, pull = jax.vjp(lambda x, adapters: jax.vmap(one)(x, adapters, masks), x, adapters)
+            return y, pull(dy)
+
+        with using("xla"):
+            want = both(x, tuple(adapters))
+        with using("auto"):
+            got = both(x, tuple(adapters))
+        jax.tree.map(
+            lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9), got, want
+        )
+
+
 def test_backward_reads_what_forward_made():
     """Behind a barrier: else XLA keeps for backward what gate and up are sums of."""
     ws = tuple(draw(seed, *shape) for seed, shape in enumerate(((D, F), (D, F), (F, D))))
