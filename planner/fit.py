@@ -21,7 +21,7 @@ from planner.specs import ModelShape
 from planner.time import StepCost
 
 WORKING = (
-    2  # a layer's working memory has about twice the logits' factor: tells which is larger before the fit
+    1.6  # a layer's working memory has so many times the logits' factor: tells which is larger before the fit
 )
 FACTORS = tuple(f.name for f in fields(MemoryModel) if f.name not in ("fixed_bytes", "margin", "source"))
 
@@ -109,12 +109,11 @@ def fit_memory(points: Sequence[MemoryPoint], held_out: Sequence[MemoryPoint]) -
         raise PlanError(f"{len(points)} memory points cannot tell {len(told) + 1} factors; measure more")
     A = np.array([[row.get(name, 0.0) for name in told] + [2.0**20] for row in rows])
     target = np.array([p.bytes for p in points])
-    # a weak pull to the analytic factors keeps terms that always come together from taking each other's place: the
-    # stronger for logits, whose bytes are known, and from which fixed ones differ in models of other vocabularies alone
-    pull = np.array([0.3 if name == "logits" else 0.02 for name in told])
+    # a weak pull to the analytic factors keeps terms that always come together from taking each other's place
+    pull = 0.02 * np.eye(len(told), len(told) + 1)
     solution, _ = nnls(
-        np.vstack([A / target[:, None], np.eye(len(told), len(told) + 1) * pull[:, None]]),
-        np.concatenate([np.ones(len(points)), pull]),
+        np.vstack([A / target[:, None], pull]),
+        np.concatenate([np.ones(len(points)), 0.02 * np.ones(len(told))]),
     )
     factors = dict(zip(told, map(float, solution), strict=False))
     model = replace(

@@ -351,8 +351,8 @@ def test_a_plan_of_a_gemma_holds_its_scores():
 @pytest.mark.parametrize(
     "device, sizes",
     [
-        (H200, {"none": 66620965214, "dots": 55024127402, "layer": 33944291334, "offload": 32264454808}),
-        (A100, {"none": 67184906324, "dots": 55588068512, "layer": 33944291334, "offload": 32264454808}),
+        (H200, {"none": 66812790614, "dots": 55179061492, "layer": 34043889607, "offload": 32364962369}),
+        (A100, {"none": 67344182202, "dots": 55710453080, "layer": 34043889607, "offload": 32364962369}),
         (CPU, {"none": 124273042790, "dots": 61630273689, "layer": 37707641395, "offload": 35981265868}),
     ],
 )  # fmt: skip
@@ -364,11 +364,10 @@ def test_a_model_of_llamas_layers_is_predicted_as_before(device, sizes):
 
 def test_fit_recovers_factors_it_was_made_from():
     points = read_memory_points(POINTS)
-    true = MemoryModel(1.1, 0.9, 1.3, 0.8, 1.2, 1.4, 1.0, 0.98, 3e8, 0.0)
+    true = MemoryModel(1.1, 0.9, 1.3, 0.8, 1.2, 1.4, 1.0, 0.875, 3e8, 0.0)
     made = [p._replace(bytes=step_memory(p.shape, p.step, p.precision, p.device, true)) for p in points]
     model, fit = fit_memory([p for n, p in enumerate(made) if n % 3 != 2], made[2::3])
-    # what a layer works with and keeps come together, and are told apart the less for the pull of the logits
-    assert fit.worst < 0.03 and model.adapters == pytest.approx(0.9, rel=0.05)
+    assert fit.worst < 0.01 and model.adapters == pytest.approx(0.9, rel=0.05)
 
 
 def test_bad_points_are_refused(tmp_path):
