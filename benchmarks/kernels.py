@@ -358,14 +358,14 @@ def fp8(log, full):
     def beside(xs, ws, rows, columns, us, es):
         y = sum(part.astype(jnp.float32) for part in frozen(xs, ws)) * rows.reshape(-1, 1) * columns
         added = (
-            jnp.einsum("jtr,jnr->jtn", *pair, preferred_element_type=wide)
+            jnp.einsum("jtr,jrn->jtn", *pair, preferred_element_type=wide)
             for pair in zip(us, es, strict=True)
         )
         return (y.reshape(jobs, tokens, -1) + sum(part.astype(jnp.float32) for part in added)).astype(wide)
 
     def one_launch(xs, ws, rows, columns, us, es):
         extras = [
-            Extra((u / rows[..., None]).astype(wide), 0, (e / columns[:, None]).astype(wide))
+            Extra((u / rows[..., None]).astype(wide), (e / columns).astype(wide))
             for u, e in zip(us, es, strict=True)
         ]
         scales, config = Scales(rows, columns, wide), GemmConfig(sms=cores)
@@ -376,7 +376,7 @@ def fp8(log, full):
         xs, rows = zip(*(quantise(draw(jobs, tokens, k)) for _ in range(products)), strict=True)
         ws, columns = zip(*(quantise_weight(draw(n, k)) for _ in range(products)), strict=True)
         us = [draw(jobs, tokens, rank) for _ in range(products)]
-        es = [draw(jobs, n, rank) for _ in range(products)]
+        es = [draw(jobs, rank, n) for _ in range(products)]
         given = (xs, ws, rows[0], columns[0], us, es)
         ways = {"cuBLAS alone": frozen, "cuBLAS, adapters beside it": beside, "one launch": one_launch}
         programs += [((name, how), way, given[: 2 if way is frozen else 6]) for how, way in ways.items()]
@@ -437,11 +437,11 @@ def unit(log, full):
 
     def forward(config, x, w, u, e, *gate):
         made = Unit("silu", *gate) if gate else None
-        return lora_gemm([(x, w)], (), [Extra(u, 0, e)], unit=made, config=config)[0]
+        return lora_gemm([(x, w)], (), [Extra(u, e)], unit=made, config=config)[0]
 
     def backward(config, dy, w, b, scale, a, *gate_up, again=False):
         made = Unit("silu", *gate_up, again) if gate_up else None
-        shrinks, extras = [Shrink(0, b, scale)], [Extra(0, 0, a)]
+        shrinks, extras = [Shrink(0, b, scale)], [Extra(0, a)]
         return lora_gemm([(dy, w)], shrinks, extras, unit=made, transposed=True, config=config)[0]
 
     for name, (jobs, tokens, d, f, rank) in UNITS.items():
@@ -452,7 +452,7 @@ def unit(log, full):
         x, dy, u = draw(jobs, tokens, d), draw(jobs, tokens, d), draw(jobs, tokens, rank)
         gate, up = draw(jobs, tokens, f), draw(jobs, tokens, f)
         w, e = draw(d, f, scale=d**-0.5), draw(jobs, rank, f, scale=rank**-0.5)
-        down, a = draw(f, d, scale=d**-0.5), draw(jobs, f, rank, scale=rank**-0.5)
+        down, a = draw(f, d, scale=d**-0.5), draw(jobs, rank, f, scale=rank**-0.5)
         b, scale = draw(jobs, rank, d, scale=d**-0.5), jnp.full((jobs, rank), 2.0)
 
         ins, outs = (x, w, u, e), (dy, down, b, scale, a)

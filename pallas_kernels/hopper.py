@@ -10,6 +10,7 @@ at the end, are divided out of what is added.
 """
 
 import functools
+import itertools
 
 import jax.numpy as jnp
 
@@ -19,34 +20,43 @@ from .hopper_gemm import DEFAULT, MAX_SHRINK, Extra, Scales, Shrink, Unit, lora_
 from .hopper_rows import round_rows
 from .reference import Site, accumulator, adapted, holds_fp8, job_product, masked
 
-BLOCK = 64  # ranks a step of the kernel takes
 
-
-def rank_rows(rank: int) -> int:
+def whole_rank(rank: int) -> int:
     """Return the rows a rank occupies: a multiple of 8, and of 64 above 64, as the copy engine wants."""
-    step = 8 if rank <= BLOCK else BLOCK
+    step = 8 if rank <= 64 else 64
     return -(-rank // step) * step
 
 
-def _pad(array, axis, before, after):
+def _whole(array, axis=1):
+    """Pad the ranks to `whole_rank`."""
     widths = [(0, 0)] * array.ndim
-    widths[axis] = (before, after)
+    widths[axis] = (0, whole_rank(array.shape[axis]) - array.shape[axis])
     return jnp.pad(array, widths)
 
 
 def stack(sites, dtype):
-    """Stack A and the scales of all adapted sites along the rank, padded to `rank_rows`: [J, P, D], [J, P]."""
-    a, scale = reference.stacked_a(sites, dtype), reference.stacked_scale(sites, jnp.float32)
-    more = rank_rows(a.shape[1]) - a.shape[1]
-    return _pad(a, 1, 0, more), _pad(scale, 1, 0, more)
+    """Stack A and the scales of all adapted sites along the rank, that of each padded: [J, ΣP, D], [J, ΣP].
+
+    Returns:
+      (a, scale, ranks): the last the P of each.
+    """
+    parts = [_whole(sites[i].a.astype(dtype)) for i in adapted(sites)]
+    ranks = tuple(part.shape[1] for part in parts)
+    scales = [
+        jnp.broadcast_to(sites[i].scale.astype(jnp.float32)[:, None], part.shape[:2])
+        for i, part in zip(adapted(sites), parts, strict=True)
+    ]
+    return jnp.concatenate(parts, 1), jnp.concatenate(scales, 1), ranks
 
 
-def expansion(b, at, rows, dtype):
-    """Return B placed at column `at` of the blocks of a stack of `rows` that it touches, and their first column."""
-    rank = b.shape[2]
-    first = at // BLOCK * BLOCK
-    size = min(-(-(at + rank) // BLOCK) * BLOCK, rows) - first
-    return _pad(b.astype(dtype), 2, at - first, size - (at - first) - rank), first
+def split(stacked, ranks):
+    """Split the last axis, a stack's ranks."""
+    return jnp.split(stacked, list(itertools.accumulate(ranks))[:-1], axis=-1)
+
+
+def b_transposed(b, dtype):
+    """Return Bᵀ, its ranks padded: [J, P, F]."""
+    return _whole(b.astype(dtype).swapaxes(1, 2))
 
 
 def forward(x, mask, sites: tuple[Site, ...], *, config=lambda site: DEFAULT, interpret=None):
@@ -65,23 +75,20 @@ def forward_glu(activation, x, mask, sites, *, config=lambda site: DEFAULT, inte
 
 def _forward(activation, x, mask, sites, config, interpret):
     dtype, fp8 = x.dtype, holds_fp8(sites)
-    a, scale = stack(sites, dtype)
-    rows = a.shape[1]
-    leader, u = None, None
-    if mask is None and rows <= MAX_SHRINK and not fp8:
+    a, scale, ranks = stack(sites, dtype)
+    leader, us = None, ()
+    if mask is None and not fp8 and shrink_width(ranks) <= MAX_SHRINK:
         leader = max(adapted(sites), key=lambda i: sites[i].d_out)
     else:
         wide = job_product(masked(x, mask), a, "tk,nk", jnp.float32) * scale[:, None, :]
-        u = wide.astype(dtype)
+        us = split(wide.astype(dtype), ranks)
     if fp8:
         if isinstance(x, Rounded):
             values, token_scale = x.values, x.scale[..., 0]
         else:
             (values,), token_scale = round_rows((x,), (None,), jnp.float8_e4m3fn, interpret=interpret)
-        added = (wide / token_scale[:, :, None]).astype(dtype)
-    starts, at = {}, 0
-    for i in adapted(sites):
-        starts[i], at = at, at + sites[i].a.shape[1]
+        added = split((wide / token_scale[:, :, None]).astype(dtype), ranks)
+    place = {i: n for n, i in enumerate(adapted(sites))}
     ys: dict[int, jnp.ndarray] = {}
     # the leader's launch comes first and gives u to the others; of gate and up that is gate, or nobody waits for it
     order = range(len(sites)) if activation else sorted(range(len(sites)), key=lambda i: i != leader)
@@ -93,21 +100,18 @@ def _forward(activation, x, mask, sites, config, interpret):
         bias = None if site.bias is None else site.bias.astype(dtype)
         launch = functools.partial(lora_gemm, bias=bias, config=config(site), interpret=interpret)
         if fp8:
-            e, first = expansion(site.b / site.w.scale[:, None], starts[i], rows, dtype)
+            extra = Extra(added[place[i]], b_transposed(site.b / site.w.scale[:, None], dtype))
             scales = Scales(token_scale, site.w.scale, dtype)
-            ys[i], _ = launch(
-                ((values, site.w.values),), (), (Extra(added, first, e),), scales=scales, transposed=True
-            )
+            ys[i], _ = launch(((values, site.w.values),), (), (extra,), scales=scales, transposed=True)
             continue
-        e, first = expansion(site.b, starts[i], rows, dtype)
-        shrinks = (Shrink(0, a, scale),) if i == leader else ()
-        extras = (Extra(0 if i == leader else u, first, e.swapaxes(1, 2)),)
+        shrinks = (Shrink(0, a, scale, ranks),) if i == leader else ()
+        extra = Extra(place[i] if i == leader else us[place[i]], b_transposed(site.b, dtype))
         unit = Unit(activation, ys[0]) if activation and i else None
-        made, shrunk = launch(((x, site.w.astype(dtype)),), shrinks, extras, unit=unit)
+        made, shrunk = launch(((x, site.w.astype(dtype)),), shrinks, (extra,), unit=unit)
         ys.update(enumerate(made, i) if unit else [(i, made)])
-        u = shrunk[0] if shrunk else u
-    us = reference.split_ranks(u, sites, axis=2)
-    return tuple(ys[i] for i in range(len(ys))), us
+        us = shrunk or us
+    by_site = {i: us[n][:, :, : sites[i].a.shape[1]] for i, n in place.items()}
+    return tuple(ys[i] for i in range(len(ys))), tuple(by_site.get(i) for i in range(len(sites)))
 
 
 def backward(x, mask, sites: tuple[Site, ...], us, dys, rounded=None, *, config=DEFAULT, interpret=None):
@@ -144,8 +148,7 @@ def _dx(mask, sites, dys, rounded, unit, config, interpret):
     """Return dx, or what a `Unit` makes of it, and by site du = scale·(dy·B): one launch where the ranks fit in it."""
     dtype, fp8 = dys[0].dtype, holds_fp8(sites)
     ranks = {i: sites[i].a.shape[1] for i in adapted(sites)}
-    more = {i: rank_rows(rank) - rank for i, rank in ranks.items()}
-    bts = {i: _pad(sites[i].b.astype(dtype).swapaxes(1, 2), 1, 0, more[i]) for i in ranks}
+    bts = {i: b_transposed(sites[i].b, dtype) for i in ranks}
     dus, added, shrinks, scales = {}, {}, (), None
     if fp8:
         ws = [site.w for site in sites]
@@ -156,7 +159,7 @@ def _dx(mask, sites, dys, rounded, unit, config, interpret):
         scales = Scales(token_scale, None, dtype)
     else:
         products = [(dy, site.w.astype(dtype)) for dy, site in zip(dys, sites, strict=True)]
-    if not fp8 and max((shrink_width(bt.shape[1]) for bt in bts.values()), default=0) <= MAX_SHRINK:
+    if not fp8 and max((shrink_width(bt.shape[1:2]) for bt in bts.values()), default=0) <= MAX_SHRINK:
         shrinks = [
             Shrink(i, bt, jnp.broadcast_to(sites[i].scale.astype(jnp.float32)[:, None], bt.shape[:2]))
             for i, bt in bts.items()
@@ -169,8 +172,9 @@ def _dx(mask, sites, dys, rounded, unit, config, interpret):
             added[i] = (du / token_scale[:, :, None]).astype(dtype) if fp8 else dus[i]
     extras = []
     if mask is None:
-        ats = {i: _pad(sites[i].a.astype(dtype).swapaxes(1, 2), 2, 0, more[i]) for i in ranks}
-        extras = [Extra(added[i], 0, ats[i]) for i in ranks]
+        a, _, rows = stack(sites, dtype)  # as forward has made it
+        starts = itertools.accumulate(rows, initial=0)
+        extras = [Extra(added[i], a, at) for i, at in zip(ranks, starts, strict=False)]
     dx, made = lora_gemm(
         products,
         shrinks,

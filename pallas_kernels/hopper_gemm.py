@@ -2,7 +2,7 @@
 
     u[j]   = scale[j]·(x[j]·A[j]ᵀ)                       shrink
     out[j] = Σ x[j]·W + Σ u[j]·E[j] + bias               forward:  E = Bᵀ
-    out[j] = Σ x[j]·Wᵀ + Σ u[j]·E[j]ᵀ                    backward: x = dy, A ← Bᵀ, E = Aᵀ
+    out[j] = Σ x[j]·Wᵀ + Σ u[j]·E[j]                     backward: x = dy, A ← Bᵀ, E = A
 
 One warpgroup feeds a ring of shared-memory slots with TMA copies and runs ahead into the next tile; two warpgroups
 multiply (wgmma), 64 rows each. A step of the ring is 64 columns of x with W, or 64 columns of u with E; of an fp8 base
@@ -38,19 +38,25 @@ DEFAULT = GemmConfig()
 
 
 class Shrink(NamedTuple):
-    """u[j] = scale[j]·(x[j]·A[j]ᵀ) for the x of one of the products."""
+    """u[j] = scale[j]·(x[j]·A[j]ᵀ) for the x of one of the products, in one array or, of an only shrink, in several."""
 
     product: int
     a: jax.Array  # [J, R, K]
     scale: jax.Array  # [J, R] float32
+    ranks: tuple[int, ...] | None = None  # of the arrays, R in all
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Return the ranks of its arrays."""
+        return self.ranks or (self.a.shape[1],)
 
 
 class Extra(NamedTuple):
-    """Add u[j][:, offset:offset+R]·E[j]; `u` is the index of a shrink or an array [J, T, ≥ R]; offset % 64 == 0."""
+    """Add u[j]·E[j][row:row+R]; `u` is an array or the number of one that the shrinks make."""
 
-    u: Any  # jax.Array | int
-    offset: int
-    e: jax.Array  # [J, R, N], transposed: [J, N, R]
+    u: Any  # jax.Array [J, T, R] | int
+    e: jax.Array  # [J, ≥ R, N]
+    row: int = 0  # a multiple of 8
 
 
 class Scales(NamedTuple):
@@ -84,9 +90,15 @@ class Softmax(NamedTuple):
     softcap: float = 0.0  # none
 
 
-def shrink_width(rank: int) -> int:
-    """Return the columns a shrink of some ranks accumulates: a multiple of 16, which a swizzled store needs."""
-    return -(-rank // 16) * 16
+def piece_width(ranks) -> int:
+    """Return the columns in which u of any of these ranks leaves: 16, 32 or 64, for a swizzled store."""
+    return next((width for width in (16, 32) if width >= max(ranks)), PIECE)
+
+
+def shrink_width(ranks) -> int:
+    """Return the columns that a shrink for arrays of these ranks accumulates, so that whole pieces leave of each."""
+    piece, starts = piece_width(ranks), itertools.accumulate(ranks, initial=0)
+    return max(start - (-rank // piece) * piece for start, rank in zip(starts, ranks, strict=False))
 
 
 def _swizzled(shape, dtype):
@@ -96,9 +108,9 @@ def _swizzled(shape, dtype):
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
 
-def _ring(shape, dtypes, interpret):
-    """Return slots [*shape, K] of STEP_BYTES as two views, for a step holds numbers of one of two dtypes."""
-    views = tuple(_swizzled((*shape, STEP_BYTES // jnp.dtype(dtype).itemsize), dtype) for dtype in dtypes)
+def _ring(products, extras, interpret):
+    """Return slots as two views, each a shape and a dtype: a step's operands are a product's or an extra's."""
+    views = _swizzled(*products), _swizzled(*extras)
     # race detection takes all slots of a union for one: interpreted, the views are slots of their own
     return plgpu.RefUnion(*views) if interpret is None else views
 
@@ -116,18 +128,19 @@ def lora_gemm(
     config=DEFAULT,
     interpret=None,
 ):
-    """Compute Σ x·W + Σ u·E + bias per job (transposed: Σ x·Wᵀ + Σ u·Eᵀ) in one accumulator.
+    """Compute Σ x·W + Σ u·E + bias per job (transposed: Σ x·Wᵀ + Σ u·E) in one accumulator.
 
     Args:
       products: pairs x [J, T, K] and w [K, N] (transposed: [N, K]); K may differ between pairs.
       shrinks: `Shrink`s of at most 128 ranks each, one a product at most. extras: `Extra`s. bias: [N] or None.
       unit: `Unit`, which makes two or three results in place of one. softmax: `Softmax`, which makes two.
       scales: `Scales` where x and w are 8-bit numbers, which takes `transposed`, no shrinks, and K of multiples of 128.
-      All else of one 16-bit dtype; T a multiple of 8; K, N multiples of 64; ranks multiples of 8, and of 64 above 64.
+      All else of one 16-bit dtype; T a multiple of 8; K, N multiples of 64; ranks of arrays multiples of 8, and of 64
+      above 64.
 
     Returns:
       (out, us): [J, T, N] in that dtype, rounded once from float32, or those of the unit, or the exponentials and
-      their sums [J, tiles of N, rows of whole tiles] in float32; and one [J, T, R] per shrink.
+      their sums [J, tiles of N, rows of whole tiles] in float32; and the arrays [J, T, R] of the shrinks.
     """
     (jobs, tokens, _), left = products[0][0].shape, products[0][0].dtype
     dtype, depth = scales.dtype if scales else left, STEP_BYTES // left.itemsize  # of a step of the products
@@ -138,17 +151,21 @@ def lora_gemm(
             "a unit is made of 16-bit products, its gradient of transposed ones, and no softmax of it"
         )
     n = products[0][1].shape[0 if transposed else 1]
-    widths = [shrink_width(shrink.a.shape[1]) for shrink in shrinks]
+    made = [rank for shrink in shrinks for rank in shrink.parts]
+    if len(shrinks) > 1 and len(made) > len(shrinks):
+        raise ValueError("one of several shrinks makes one array")
+    widths = [shrink_width(shrink.parts) for shrink in shrinks]
     width = max(widths, default=0)  # of the one accumulator that serves a leader's shrinks in turn
     if width > MAX_SHRINK:
         raise ValueError(f"the shrinks have {widths} ranks; {MAX_SHRINK} is the most")
-    c, a_stages = fit_shared(config, widths)
+    piece = piece_width(made) if shrinks else 0
+    c, a_stages = fit_shared(config, width, piece)
     job_tiles = pl.cdiv(tokens, TILE_M)
     m_groups, n_tiles = pl.cdiv(jobs * job_tiles, c.cluster), pl.cdiv(n, c.tile_n)
     clusters = c.sms // c.cluster
     leaders = m_groups if shrinks else 0
     k_steps = [pl.cdiv(x.shape[-1], depth) for x, _ in products]
-    e_steps = [pl.cdiv(extra.e.shape[2 if transposed else 1], PIECE) for extra in extras]
+    e_steps = [pl.cdiv(made[u] if isinstance(u, int) else u.shape[2], PIECE) for u, *_ in extras]
     steps = sum(k_steps) + sum(e_steps)
     shrink_of = {shrink.product: s for s, shrink in enumerate(shrinks)}
     stored = min(c.tile_n, n)  # columns; what is stored beyond a result of one piece would land in it
@@ -196,7 +213,7 @@ def lora_gemm(
         def scope(x_smem, w_smem, out_smem, full, free, a_smem, u_smem, a_full, a_free, u_done):
             # the slots as steps of products see them, and as steps of extras do
             x_base, x_extra = x_smem if scales else (x_smem, x_smem)
-            w_base, w_extra = w_smem if scales else (w_smem, w_smem)
+            w_base, w_extra = w_smem if transposed else (w_smem, w_smem)
             wg, rank, me = lax.axis_index("wg"), lax.axis_index("cluster"), lax.axis_index("sm")
             if flags:
                 ready = pl.get_global(plgpu.SemaphoreType.REGULAR((m_groups * c.cluster,)))
@@ -262,12 +279,9 @@ def lora_gemm(
 
                         @pl.loop(0, count)
                         def _extra(i, extra=extra, u_ref=u_ref, e_ref=e_ref, first=first):
-                            ranks = pl.ds(i * PIECE, PIECE)
-                            right = (
-                                e_ref.at[job, columns, ranks] if transposed else e_ref.at[job, ranks, columns]
-                            )
-                            u = u_ref.at[job, rows, pl.ds(extra.offset + i * PIECE, PIECE)]
-                            fill(first + i, u, right, x_extra, w_extra)
+                            u = u_ref.at[job, rows, pl.ds(i * PIECE, PIECE)]
+                            e = e_ref.at[job, pl.ds(extra.row + i * PIECE, PIECE), columns]
+                            fill(first + i, u, e, x_extra, w_extra)
 
                         first += count
 
@@ -303,8 +317,9 @@ def lora_gemm(
                 plgpu.set_max_registers(232, action="increase")
                 my_rows = pl.ds(wg * ROWS, ROWS)
 
-                def multiply(acc, first, count, second=None, x_slots=x_base, w_slots=w_base):
+                def multiply(acc, first, count, second=None, extra=False):
                     """Accumulate steps of the ring; `second` = (accumulator, first step) takes those of A."""
+                    x_slots, w_slots = (x_extra, w_extra) if extra else (x_base, w_base)
 
                     @pl.loop(0, count)
                     def _step(k):
@@ -316,7 +331,8 @@ def lora_gemm(
                             a_slot = mod(first_a + k, a_stages)
                             plgpu.barrier_wait(a_full.at[a_slot])
                             plgpu.wgmma(a_acc, left, a_smem.at[a_slot].transpose((1, 0)))
-                        plgpu.wgmma(acc, left, right.transpose((1, 0)) if transposed else right)
+                        across = transposed and not extra
+                        plgpu.wgmma(acc, left, right.transpose((1, 0)) if across else right)
                         plgpu.wgmma_wait(0)  # the other warpgroup keeps the tensor cores busy meanwhile
                         plgpu.barrier_arrive(free.at[slot])
                         if second is not None:
@@ -336,11 +352,26 @@ def lora_gemm(
                     copy = functools.partial(plgpu.copy_smem_to_gmem, buffer.at[wg, n % slots])
                     lax.switch(which, [functools.partial(copy, target) for target in targets])
 
-                def store(total, refs, which, job, row, column, buffer=out_smem):
-                    size, rows = buffer.shape[-1], pl.ds(row + wg * ROWS, ROWS)
-                    for k in range(total.shape[1] // size):
-                        targets = [ref.at[job, rows, pl.ds(column + k * size, size)] for ref in refs]
-                        send(k, total[:, k * size : (k + 1) * size], which, targets, buffer)
+                def store(total, job, row, column):
+                    rows = pl.ds(row + wg * ROWS, ROWS)
+                    for k in range(total.shape[1] // PIECE):
+                        target = out_refs[0].at[job, rows, pl.ds(column + k * PIECE, PIECE)]
+                        send(k, total[:, k * PIECE : (k + 1) * PIECE], 0, [target], out_smem)
+
+                def store_u(u, s, job, row):
+                    """Store what a shrink made: of several its one array, of an only one each of its arrays."""
+                    only, rows = len(shrinks) == 1, pl.ds(row + wg * ROWS, ROWS)
+                    groups, ranks = ([[ref] for ref in su_refs], made) if only else ([su_refs], [width])
+                    starts = itertools.accumulate(ranks, initial=0)
+                    pieces = [
+                        (refs, start + k, k)
+                        for refs, start, rank in zip(groups, starts, ranks, strict=False)
+                        for k in range(0, rank, piece)
+                    ]
+                    for n, (refs, at, k) in enumerate(pieces):
+                        # from a traced 0: static slices may not reach beyond the narrower ones' ranks
+                        targets = [ref.at[job, rows, pl.ds(me * 0 + k, piece)] for ref in refs]
+                        send(n, u[:, at : at + piece], 0 if only else s, targets, u_smem or out_smem)
 
                 def store_unit(total, first, job, row, column):
                     """Read gate, and up, from the ring behind the products' steps, and store what becomes of them."""
@@ -407,8 +438,7 @@ def lora_gemm(
                         u = pl.run_scoped(run, plgpu.ACC((ROWS, width), jnp.float32))
                         # the last cluster may hold a row tile beyond the last job
                         u *= vector(u_scale_ref.at[s, jnp.minimum(job, jobs - 1)])
-                        # a traced 0: static slices may not reach beyond the narrower ones' ranks
-                        store(u, su_refs, s, job, row, me * 0, u_smem or out_smem)
+                        store_u(u, s, job, row)
 
                     for shrinking, group in itertools.groupby(range(len(products)), shrink_of.__contains__):
                         ps = list(group)
@@ -428,9 +458,9 @@ def lora_gemm(
                         if shrinks:
                             pl.when(leads)(lambda: lead(acc, i, index, job, row))
                             done = jnp.where(leads, jnp.int32(sum(k_steps)), 0)
-                        if scales:
-                            multiply(acc, i * per_tile, sum(k_steps))
-                            multiply(acc, i * per_tile + sum(k_steps), sum(e_steps), None, x_extra, w_extra)
+                        if transposed:
+                            multiply(acc, i * per_tile + done, sum(k_steps) - done)
+                            multiply(acc, i * per_tile + sum(k_steps), sum(e_steps), extra=True)
                         else:
                             multiply(acc, i * per_tile + done, steps - done)
                         return acc[...]
@@ -448,18 +478,18 @@ def lora_gemm(
                     elif softmax:
                         store_softmax(total, of_rows(shift_ref, job, row), job, row, column)
                     else:
-                        store(total[:, :stored], out_refs, 0, job, row, column)
+                        store(total[:, :stored], job, row, column)
 
                 walk(on_tile)
                 plgpu.wait_smem_to_gmem(0)
 
-        if scales:
-            x_slots = _ring((c.stages, TILE_M), (left, dtype), interpret)
-            w_slots = _ring((c.stages, c.tile_n), (products[0][1].dtype, dtype), interpret)
-        else:
-            w_tile = (c.tile_n, depth) if transposed else (depth, c.tile_n)
-            x_slots = _swizzled((c.stages, TILE_M, depth), dtype)
-            w_slots = _swizzled((c.stages, *w_tile), dtype)
+        x_slots = ((c.stages, TILE_M, PIECE), dtype)
+        x_slots = (
+            _ring(((c.stages, TILE_M, depth), left), x_slots, interpret) if scales else _swizzled(*x_slots)
+        )
+        w_slots = ((c.stages, PIECE, c.tile_n), dtype)
+        across = ((c.stages, c.tile_n, depth), products[0][1].dtype)
+        w_slots = _ring(across, w_slots, interpret) if transposed else _swizzled(*w_slots)
         arrivals = {"num_arrivals": WGS, "num_barriers": c.stages}
         pl.run_scoped(
             scope,
@@ -471,7 +501,7 @@ def lora_gemm(
             if c.cluster > 1
             else plgpu.Barrier(**arrivals),
             a_smem=_swizzled((a_stages, width, PIECE), dtype) if shrinks else None,
-            u_smem=_swizzled((WGS, 1, ROWS, width), dtype) if 0 < width < PIECE else None,
+            u_smem=_swizzled((WGS, 1, ROWS, piece), dtype) if 0 < piece < PIECE else None,
             a_full=plgpu.Barrier(num_barriers=a_stages) if shrinks else None,
             a_free=plgpu.Barrier(num_arrivals=WGS, num_barriers=a_stages) if shrinks else None,
             u_done=plgpu.Barrier(num_arrivals=WGS) if shrinks else None,
@@ -483,7 +513,7 @@ def lora_gemm(
         out_types[1] = jax.ShapeDtypeStruct((jobs, n_tiles, job_tiles * TILE_M), jnp.float32)
     results = plgpu.kernel(
         body,
-        out_type=out_types + [jax.ShapeDtypeStruct((jobs, tokens, s.a.shape[1]), dtype) for s in shrinks],
+        out_type=out_types + [jax.ShapeDtypeStruct((jobs, tokens, rank), dtype) for rank in made],
         grid=(clusters,),
         grid_names=("sm",),
         cluster=(c.cluster,),

@@ -21,13 +21,15 @@ class GemmConfig:
     sms: int = 132
 
 
-def fit_shared(config: GemmConfig, widths: list[int]) -> tuple[GemmConfig, int]:
-    """Return the configuration with as many slots as fit beside those of A, and their number."""
-    ranks = max(widths, default=0)
+def fit_shared(config: GemmConfig, ranks: int = 0, piece: int = 0) -> tuple[GemmConfig, int]:
+    """Return the configuration with as many slots as fit beside those of `ranks` rows of A, and their number.
+
+    `piece` is the width in which the shrinks leave, from slots of their own if it is less than a result's.
+    """
 
     def size(stages, a_stages, out_slots):
         ring = stages * (TILE_M + config.tile_n) + a_stages * ranks
-        narrow = TILE_M * ranks if ranks < PIECE else 0
+        narrow = TILE_M * piece if piece < PIECE else 0
         return STEP_BYTES * ring + 2 * (out_slots * TILE_M * PIECE + narrow)
 
     for stages in range(config.stages, 1, -1):
@@ -35,4 +37,4 @@ def fit_shared(config: GemmConfig, widths: list[int]) -> tuple[GemmConfig, int]:
             for out_slots in range(config.out_slots, 0, -1):
                 if size(stages, a_stages, out_slots) <= SHARED_BYTES:
                     return dataclasses.replace(config, stages=stages, out_slots=out_slots), a_stages
-    raise ValueError(f"{config} with ranks {widths} does not fit in shared memory")
+    raise ValueError(f"{config} with {ranks} ranks does not fit in shared memory")

@@ -132,6 +132,13 @@ def test_groups(dropout):
     assert worst(run(*problem), exact(*problem)) < 8e-3
 
 
+@pytest.mark.parametrize("ranks", [(8, 8, 8), (5, 40, 24), (64, 40, 0), (32, 8, 70)])
+def test_ranks_of_several_sites(ranks):
+    """What the launch of one site makes for the others, and what stands beside a site's rows in the stack."""
+    problem = packed(3, 200, 512, (512, 256, 128), ranks)
+    assert worst(run(*problem), exact(*problem)) < 8e-3
+
+
 def test_an_empty_slot_is_zero_and_poison_stays_in_its_job():
     """Zero A and B add exactly nothing; NaN in one job's tokens or adapter leaves every other job's bits."""
     x, mask, (site,), dys = packed(3, 128, 256, (256,), (16,), bias=False)

@@ -29,10 +29,7 @@ def draw(jobs, tokens, depths, n, ranks, transposed, bias, dtype=jnp.bfloat16):
         for p, (k, r) in enumerate(zip(depths, ranks, strict=True))
         if r
     ]
-    extras = [
-        Extra(s, 0, normal(jobs, n, sh.a.shape[1]) if transposed else normal(jobs, sh.a.shape[1], n))
-        for s, sh in enumerate(shrinks)
-    ]
+    extras = [Extra(s, normal(jobs, sh.a.shape[1], n)) for s, sh in enumerate(shrinks)]
     return products, shrinks, extras, normal(n) if bias else None
 
 
@@ -43,7 +40,7 @@ def answer(products, shrinks, extras, bias, transposed):
     us = [f64(products[s.product][0]) @ f64(s.a).swapaxes(1, 2) * f64(s.scale)[:, None, :] for s in shrinks]
     out = sum(f64(x) @ (f64(w).T if transposed else f64(w)) for x, w in products)
     for extra in extras:
-        out = out + us[extra.u] @ (f64(extra.e).swapaxes(1, 2) if transposed else f64(extra.e))
+        out = out + us[extra.u] @ f64(extra.e)
     return out + (0 if bias is None else f64(bias)), us
 
 
@@ -85,6 +82,42 @@ def test_race_detection_bites(monkeypatch):
     assert raced()
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_extras_take_rows_of_e(transposed):
+    """Rows that end E, two steps, and rows beside which stand others."""
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape) / 8, jnp.bfloat16)
+
+    x, w, e = normal(2, 72, 64), normal(192, 64), normal(2, 192, 192)
+    us, starts = [normal(2, 72, rank) for rank in (24, 128, 40)], (168, 16, 144)
+    extras = [Extra(u, e, start) for u, start in zip(us, starts, strict=True)]
+    out, _ = lora_gemm(
+        [(x, w if transposed else w.T)],
+        (),
+        extras,
+        transposed=transposed,
+        config=ONE_BLOCK,
+        interpret=INTERPRET,
+    )
+    x, w, e, *us = (np.asarray(t, np.float64) for t in (x, w, e, *us))
+    parts = [u @ e[:, start : start + u.shape[2]] for u, start in zip(us, starts, strict=True)]
+    want = x @ w.T + sum(parts)
+    assert relative(out, want) < 4e-3
+    assert not raced()
+
+
+@pytest.mark.parametrize("ranks", [(8, 8, 8), (32, 8, 24), (64, 40)])
+def test_a_shrink_makes_several_arrays(ranks):
+    (x_w,), (shrink,), _, _ = draw(2, 72, [128], 128, [sum(ranks)], False, False)
+    _, us = lora_gemm([x_w], [shrink._replace(ranks=ranks)], config=ONE_BLOCK, interpret=INTERPRET)
+    assert [u.shape for u in us] == [(2, 72, rank) for rank in ranks]
+    _, (want,) = answer([x_w], [shrink], [], None, False)
+    assert relative(jnp.concatenate(us, axis=2), want) < 4e-3
+    assert not raced()
+
+
 @pytest.mark.slow
 def test_clusters_share_w():
     """Two blocks that share copies of W, in a process with enough threads for six interpreted warpgroups."""
@@ -104,7 +137,7 @@ def test_clusters_share_w():
     [
         (1, 8192, [3584], 3584, [8]),
         (8, 1024, [3584], 18944, [128]),
-        (32, 256, [2048, 256, 256], 2048, [16, 32, 64]),
+        (32, 256, [2048, 256, 256], 2048, [16, 32, 40]),
         (5, 1000, [896], 128, [24]),
     ],
 )
@@ -115,24 +148,24 @@ def test_lowers_for_cuda(dtype, transposed, jobs, tokens, depths, n, ranks):
     products = [(sd(jobs, tokens, k), sd(n, k) if transposed else sd(k, n)) for k in depths]
     pairs = list(zip(depths, ranks, strict=True))
     shrinks = [(sd(jobs, r, k), sd(jobs, r, dtype=jnp.float32)) for k, r in pairs]
-    es = [sd(jobs, n, r) if transposed else sd(jobs, r, n) for r in ranks]
+    es = [sd(jobs, r, n) for r in ranks]
 
     def run(products, shrinks, es, bias):
         shrinks = [Shrink(p, *s) for p, s in enumerate(shrinks)]
-        extras = [Extra(s, 0, e) for s, e in enumerate(es)]
+        extras = [Extra(s, e) for s, e in enumerate(es)]
         return lora_gemm(products, shrinks, extras, bias=bias, transposed=transposed)
 
     lowered = jax.jit(run).trace(products, shrinks, es, sd(n)).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
 
 
-@pytest.mark.parametrize("widths", [[], [16], [32, 32, 32], [64], [64, 64], [128]])
-def test_shared_memory_fits(widths):
-    config, a_stages = fit_shared(DEFAULT, widths)
+@pytest.mark.parametrize("width, piece", [(0, 0), (16, 16), (96, 32), (64, 64), (128, 64)])
+def test_shared_memory_fits(width, piece):
+    config, a_stages = fit_shared(DEFAULT, width, piece)
     assert config.stages >= 3
-    assert a_stages >= 2 or not widths
+    assert a_stages >= 2 or not width
     with pytest.raises(ValueError, match="does not fit"):
-        fit_shared(GemmConfig(tile_n=1024), widths)
+        fit_shared(GemmConfig(tile_n=1024), width, piece)
 
 
 def test_too_many_ranks_are_refused():
