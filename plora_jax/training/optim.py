@@ -139,17 +139,21 @@ def _rounded(
     return adam._replace(mu=_stochastic_bfloat16(adam.mu, bits), nu=_stochastic_bfloat16(adam.nu, bits >> 16))
 
 
-def _norm(grads: Any) -> Float[Array, ""]:
-    """Return the norm over all leaves, whose squares are summed one leaf after another.
+def _norm(grads: Any, dtype: Any, by_layer: bool) -> Float[Array, ""]:
+    """Return the norm over all leaves, whose squares are summed one leaf after another, or one layer of one.
 
-    A leaf's sum waits for the one before it by a factor of 1, or XLA puts several into one kernel. Where layers are
-    written out each leaf is read from pieces, one a layer, and such a kernel took it 7 to 11 s (docs/benchmarks.md).
+    A sum waits for the one before it by a factor of 1, or XLA puts several into one kernel. Where layers are written
+    out each leaf lies in pieces, one a layer: a kernel that reads several chooses among them for every number, at a
+    third of the memory's speed, and took XLA seconds to compile (docs/benchmarks.md).
     """
-    leaves = jax.tree.leaves(grads)
-    total, one = jnp.zeros((), leaves[0].dtype), jnp.ones((), leaves[0].dtype)
+    leaves = [piece for leaf in jax.tree.leaves(grads) for piece in (leaf if by_layer else [leaf])]
+    rows = math.gcd(64, *(leaf.size for leaf in leaves))  # so many sums that no kernel has to sum up another's
+    parts, one = [], jnp.ones((), dtype)
     for leaf in leaves:
-        total, one = jax.lax.optimization_barrier((total + jnp.sum(jnp.square(one * leaf)), one))
-    return jnp.sqrt(total)
+        part = jnp.sum(jnp.square(one * leaf.reshape(rows, -1).astype(dtype)), axis=1)
+        part, one = jax.lax.optimization_barrier((part, one))
+        parts.append(part)
+    return jnp.sqrt(jnp.sum(sum(parts)))
 
 
 def apply_update(
@@ -160,15 +164,17 @@ def apply_update(
     step: Int32[Array, ""],
     count: Float[Array, ""] | float = 1.0,
     close: Bool[Array, ""] | bool = True,
+    by_layer: bool = False,
 ) -> tuple[Any, dict[str, Any], Float[Array, ""], Bool[Array, ""]]:
     """Take one job's optimizer step and return (params, state, gradient norm, whether the gradient was finite).
 
     `grads` / `count` is the gradient of the mean loss. AdamW decays weights decoupled from the gradient and SGD adds
     the decay to it, as torch.optim does; the norm is over this job alone and clips as torch's clip_grad_norm_. A
-    non-finite gradient changes nothing, nor does a step that is not to `close`.
+    non-finite gradient changes nothing, nor does a step that is not to `close`. With `by_layer` the norm is summed
+    layer by layer, the first axis of every leaf: for layers that are written out.
     """
-    grads = jax.tree.map(lambda g: g / count, grads)
-    norm = _norm(grads)
+    norm = _norm(grads, jax.tree.leaves(params)[0].dtype, by_layer) / count
+    grads = jax.tree.map(lambda g, p: g.astype(p.dtype) / count, grads, params)
     finite = jnp.isfinite(norm)
     clip = jnp.where(h.max_grad_norm > 0, jnp.minimum(1.0, h.max_grad_norm / (norm + 1e-6)), 1.0)
     settings = (h, clip, learning_rate(h, step), finite & close, step)

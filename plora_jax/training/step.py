@@ -250,9 +250,7 @@ def _train_step(
         weights: Adapter, scales: Any, h: Hyper, params: nnx.State, batch: Batch
     ) -> tuple[Array, Array]:
         model = nnx.merge(graphdef, params)
-        # cast once a step, not in every layer forward and backward; their gradients are rounded as autocast's are
-        cast = jax.tree.map(lambda w: w.astype(runtime.dtype), weights)
-        sites = {name: LoRA(w.a, w.b, scales[name]) for name, w in cast.items()}
+        sites = {name: LoRA(w.a, w.b, scales[name]) for name, w in weights.items()}
         dropout = Dropout(h.seed, h.dropout, batch.epoch) if spec.has_dropout else None
         hidden = model.hidden(batch.tokens, batch.positions, batch.rows, sites, dropout, runtime=runtime)
         losses = token_losses(model, hidden, batch.trained, batch.targets, chunk, runtime)
@@ -262,7 +260,8 @@ def _train_step(
         jax.value_and_grad(job_loss, has_aux=True), in_axes=(1, 1, 0, None, 0), out_axes=((0, 0), 1)
     )
     moments = axes.optimizer
-    packed_update = jax.vmap(apply_update, in_axes=(1, 1, moments, 0, 0, 0, 0), out_axes=(1, moments, 0, 0))
+    update = partial(apply_update, by_layer=runtime.unroll > 1)
+    packed_update = jax.vmap(update, in_axes=(1, 1, moments, 0, 0, 0, 0), out_axes=(1, moments, 0, 0))
 
     def select(flags: Bool[Array, " J"], new: Stack, old: Stack) -> Stack:
         return jax.tree.map(lambda n, o: jnp.where(flags[:, None, None], n, o), new, old)
@@ -294,7 +293,9 @@ def _train_step(
 
     def micro_step(state: PackState, params: nnx.State, batch: Batch) -> tuple[PackState, Metrics]:
         with matmul_precision(runtime):  # of the backward pass too
-            (loss, count), grads = packed_grad(state.weights, state.scales, state.hyper, params, batch)
+            # cast once a step, not in every layer forward and backward; their gradients are rounded as autocast's are
+            cast = jax.tree.map(lambda w: w.astype(runtime.dtype), state.weights)
+            (loss, count), grads = packed_grad(cast, state.scales, state.hyper, params, batch)
         if runtime.unroll > 1 and batch.tokens[0].size >= JOIN_TOKENS:
             grads = jax.lax.optimization_barrier(grads)
         loss, tokens = jnp.where(batch.active, loss, 0), jnp.where(batch.active, count, 0)
