@@ -147,7 +147,9 @@ def _norm(grads: Any, dtype: Any, by_layer: bool) -> Float[Array, ""]:
     third of the memory's speed, and took XLA seconds to compile (docs/benchmarks.md).
     """
     leaves = [piece for leaf in jax.tree.leaves(grads) for piece in (leaf if by_layer else [leaf])]
-    rows = math.gcd(64, *(leaf.size for leaf in leaves))  # so many sums that no kernel has to sum up another's
+    rows = math.gcd(
+        64, *(leaf.size for leaf in leaves)
+    )  # so many sums that no kernel has to sum up another's
     parts, one = [], jnp.ones((), dtype)
     for leaf in leaves:
         part = jnp.sum(jnp.square(one * leaf.reshape(rows, -1).astype(dtype)), axis=1)

@@ -26,11 +26,6 @@ from plora_jax.training.dropout import Dropout
 from plora_jax.training.losses import token_losses
 from plora_jax.training.optim import Hyper, apply_update, hyper, init_optimizer, learning_rate
 
-# Tokens of a job from which the gradients of all layers are joined before they are used. Else every kernel that reads
-# them joins the layers' pieces anew, for seconds of the compiler's time; it is another read and write of gradients:
-# 1.7 % of a step of 128 tokens a job, 0.3 % of one of 1,024 (docs/benchmarks.md).
-JOIN_TOKENS = 512
-
 
 class PackState(NamedTuple):
     """Hold everything that training changes, for J slots; weights and moments carry the job axis second."""
@@ -296,8 +291,6 @@ def _train_step(
             # cast once a step, not in every layer forward and backward; their gradients are rounded as autocast's are
             cast = jax.tree.map(lambda w: w.astype(runtime.dtype), state.weights)
             (loss, count), grads = packed_grad(cast, state.scales, state.hyper, params, batch)
-        if runtime.unroll > 1 and batch.tokens[0].size >= JOIN_TOKENS:
-            grads = jax.lax.optimization_barrier(grads)
         loss, tokens = jnp.where(batch.active, loss, 0), jnp.where(batch.active, count, 0)
         before = state
         if spec.accumulate:
