@@ -139,21 +139,20 @@ def _rounded(
     return adam._replace(mu=_stochastic_bfloat16(adam.mu, bits), nu=_stochastic_bfloat16(adam.nu, bits >> 16))
 
 
-def _norm(grads: Any, dtype: Any, by_layer: bool) -> Float[Array, ""]:
-    """Return the norm over all leaves, whose squares are summed one leaf after another, or one layer of one.
+def _norm(grads: Any, factor: Array, by_layer: bool) -> Float[Array, ""]:
+    """Return the norm of factor · grads, whose squares are summed one leaf after another, or one layer of one.
 
-    A sum waits for the one before it by a factor of 1, or XLA puts several into one kernel. Where layers are written
+    A sum waits for the one before it by the factor, or XLA puts several into one kernel. Where layers are written
     out each leaf lies in pieces, one a layer: a kernel that reads several chooses among them for every number, at a
     third of the memory's speed, and took XLA seconds to compile (docs/benchmarks.md).
     """
     leaves = [piece for leaf in jax.tree.leaves(grads) for piece in (leaf if by_layer else [leaf])]
-    rows = math.gcd(
-        64, *(leaf.size for leaf in leaves)
-    )  # so many sums that no kernel has to sum up another's
-    parts, one = [], jnp.ones((), dtype)
+    # partial sums, or XLA splits each long reduction into two kernels
+    rows = math.gcd(64, *(leaf.size for leaf in leaves))
+    parts = []
     for leaf in leaves:
-        part = jnp.sum(jnp.square(one * leaf.reshape(rows, -1).astype(dtype)), axis=1)
-        part, one = jax.lax.optimization_barrier((part, one))
+        part = jnp.sum(jnp.square(factor * leaf.reshape(rows, -1).astype(factor.dtype)), axis=1)
+        part, factor = jax.lax.optimization_barrier((part, factor))
         parts.append(part)
     return jnp.sqrt(jnp.sum(sum(parts)))
 
@@ -175,7 +174,7 @@ def apply_update(
     non-finite gradient changes nothing, nor does a step that is not to `close`. With `by_layer` the norm is summed
     layer by layer, the first axis of every leaf: for layers that are written out.
     """
-    norm = _norm(grads, jax.tree.leaves(params)[0].dtype, by_layer) / count
+    norm = _norm(grads, jnp.asarray(1 / count, jax.tree.leaves(params)[0].dtype), by_layer)
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype) / count, grads, params)
     finite = jnp.isfinite(norm)
     clip = jnp.where(h.max_grad_norm > 0, jnp.minimum(1.0, h.max_grad_norm / (norm + 1e-6)), 1.0)

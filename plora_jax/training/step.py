@@ -255,7 +255,8 @@ def _train_step(
         jax.value_and_grad(job_loss, has_aux=True), in_axes=(1, 1, 0, None, 0), out_axes=((0, 0), 1)
     )
     moments = axes.optimizer
-    update = partial(apply_update, by_layer=runtime.unroll > 1)
+    # sums of gradients lie in one array a leaf
+    update = partial(apply_update, by_layer=runtime.unroll > 1 and not spec.accumulate)
     packed_update = jax.vmap(update, in_axes=(1, 1, moments, 0, 0, 0, 0), out_axes=(1, moments, 0, 0))
 
     def select(flags: Bool[Array, " J"], new: Stack, old: Stack) -> Stack:
