@@ -231,12 +231,13 @@ def make_train_step(
     """
     runtime = runtime or Runtime()
     options = quick_options() if runtime.unroll > 1 or base.precision == "fp8" else ()
-    return _train_step(base.graphdef, spec, runtime, micro_steps, options)
+    joined = runtime.unroll > 1 and base.precision == "fp8" and runtime.recompute == "dots"
+    return _train_step(base.graphdef, spec, runtime, micro_steps, options, joined)
 
 
 @lru_cache(maxsize=32)
 def _train_step(
-    graphdef: nnx.GraphDef, spec: PackSpec, runtime: Runtime, micro_steps: int, options: Options
+    graphdef: nnx.GraphDef, spec: PackSpec, runtime: Runtime, micro_steps: int, options: Options, joined: bool
 ) -> Callable[..., Any]:
     axes = job_axes(spec)
     chunk = max(1, HEAD_CHUNK // spec.slots)  # logits of HEAD_CHUNK positions exist at once, over all slots
@@ -292,6 +293,10 @@ def _train_step(
             # cast once a step, not in every layer forward and backward; their gradients are rounded as autocast's are
             cast = jax.tree.map(lambda w: w.astype(runtime.dtype), state.weights)
             (loss, count), grads = packed_grad(cast, state.scales, state.hyper, params, batch)
+        if (
+            joined
+        ):  # or XLA transposes weights for dx already in forward: 2.6 GiB of 7B's (docs/benchmarks.md)
+            grads = jax.lax.optimization_barrier(grads)
         loss, tokens = jnp.where(batch.active, loss, 0), jnp.where(batch.active, count, 0)
         before = state
         if spec.accumulate:
