@@ -183,3 +183,28 @@ def test_zero_is_a_value_of_warmup():
 def test_an_absurd_number_of_steps_is_held_at_the_largest_there_is():
     h = hyper(Job(warmup_ratio=1.0), 10**12)
     assert h.total == h.warmup == 2**31 - 1
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_norm_is_of_the_mean_gradient(by_layer, dtype):
+    """Leaves whose sizes share no factor, and sums so large that their squares would overflow before the division."""
+    rng, count = np.random.default_rng(0), 1e4
+    shapes = [(3, 8, 5), (3, 7, 11)]
+    params = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+    grads = [jnp.asarray(1e20 * rng.standard_normal(shape), dtype) for shape in shapes]
+    h = hyper(Job(scheduler="constant", max_grad_norm=1.0), 10, np.float32)
+    state = init_optimizer(params, frozenset({"adamw"}))
+    _, _, norm, finite = apply_update(
+        params, grads, state, h, jnp.int32(3), jnp.float32(count), by_layer=by_layer
+    )
+    want = np.sqrt(sum(np.sum((np.asarray(g, np.float64) / count) ** 2) for g in grads))
+    np.testing.assert_allclose(float(norm), want, rtol=1e-6)
+    assert finite
+    poisoned = [grads[0].at[1, 0, 0].set(jnp.nan), grads[1]]
+    after, _, _, finite = apply_update(
+        params, poisoned, state, h, jnp.int32(3), jnp.float32(count), by_layer=by_layer
+    )
+    assert not finite
+    for one, other in zip(after, params, strict=True):
+        np.testing.assert_array_equal(one, other)
