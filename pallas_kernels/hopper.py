@@ -10,7 +10,6 @@ at the end, are divided out of what is added.
 """
 
 import functools
-import itertools
 
 import jax.numpy as jnp
 
@@ -18,45 +17,28 @@ from . import hopper_rows, reference
 from .fp8 import Rounded, gradient_format
 from .hopper_gemm import DEFAULT, MAX_SHRINK, Extra, Scales, Shrink, Unit, lora_gemm, shrink_width
 from .hopper_rows import round_rows
-from .reference import Site, accumulator, adapted, holds_fp8, job_product, masked
+from .reference import (
+    Site,
+    accumulator,
+    adapted,
+    holds_fp8,
+    job_product,
+    masked,
+    split_ranks,
+    stacked_a,
+    stacked_scale,
+)
 
 
-def whole_rank(rank: int) -> int:
-    """Return the rows a rank occupies: a multiple of 8, and of 64 above 64, as the copy engine wants."""
-    step = 8 if rank <= 64 else 64
-    return -(-rank // step) * step
+def padded(sites):
+    """Pad the ranks with zeros to multiples of 8, and of 64 above 64, as the copy engine wants."""
 
+    def whole(array, axis):
+        rank, widths = array.shape[axis], [(0, 0)] * array.ndim
+        widths[axis] = (0, -rank % (8 if rank <= 64 else 64))
+        return jnp.pad(array, widths)
 
-def _whole(array, axis=1):
-    """Pad the ranks to `whole_rank`."""
-    widths = [(0, 0)] * array.ndim
-    widths[axis] = (0, whole_rank(array.shape[axis]) - array.shape[axis])
-    return jnp.pad(array, widths)
-
-
-def stack(sites, dtype):
-    """Stack A and the scales of all adapted sites along the rank, that of each padded: [J, ΣP, D], [J, ΣP].
-
-    Returns:
-      (a, scale, ranks): the last the P of each.
-    """
-    parts = [_whole(sites[i].a.astype(dtype)) for i in adapted(sites)]
-    ranks = tuple(part.shape[1] for part in parts)
-    scales = [
-        jnp.broadcast_to(sites[i].scale.astype(jnp.float32)[:, None], part.shape[:2])
-        for i, part in zip(adapted(sites), parts, strict=True)
-    ]
-    return jnp.concatenate(parts, 1), jnp.concatenate(scales, 1), ranks
-
-
-def split(stacked, ranks):
-    """Split the last axis, a stack's ranks."""
-    return jnp.split(stacked, list(itertools.accumulate(ranks))[:-1], axis=-1)
-
-
-def b_transposed(b, dtype):
-    """Return Bᵀ, its ranks padded: [J, P, F]."""
-    return _whole(b.astype(dtype).swapaxes(1, 2))
+    return tuple(s if s.a is None else s._replace(a=whole(s.a, 1), b=whole(s.b, 2)) for s in sites)
 
 
 def forward(x, mask, sites: tuple[Site, ...], *, config=lambda site: DEFAULT, interpret=None):
@@ -74,21 +56,22 @@ def forward_glu(activation, x, mask, sites, *, config=lambda site: DEFAULT, inte
 
 
 def _forward(activation, x, mask, sites, config, interpret):
-    dtype, fp8 = x.dtype, holds_fp8(sites)
-    a, scale, ranks = stack(sites, dtype)
-    leader, us = None, ()
+    dtype, fp8, given, sites = x.dtype, holds_fp8(sites), sites, padded(sites)
+    own = adapted(sites)
+    ranks = tuple(sites[i].a.shape[1] for i in own)
+    a, scale = stacked_a(sites, dtype), stacked_scale(sites, jnp.float32)
+    leader, us = None, None
     if mask is None and not fp8 and shrink_width(ranks) <= MAX_SHRINK:
-        leader = max(adapted(sites), key=lambda i: sites[i].d_out)
+        leader = max(own, key=lambda i: sites[i].d_out)
     else:
         wide = job_product(masked(x, mask), a, "tk,nk", jnp.float32) * scale[:, None, :]
-        us = split(wide.astype(dtype), ranks)
+        us = split_ranks(wide.astype(dtype), sites, axis=2)
     if fp8:
         if isinstance(x, Rounded):
             values, token_scale = x.values, x.scale[..., 0]
         else:
             (values,), token_scale = round_rows((x,), (None,), jnp.float8_e4m3fn, interpret=interpret)
-        added = split((wide / token_scale[:, :, None]).astype(dtype), ranks)
-    place = {i: n for n, i in enumerate(adapted(sites))}
+        added = split_ranks((wide / token_scale[:, :, None]).astype(dtype), sites, axis=2)
     ys: dict[int, jnp.ndarray] = {}
     # the leader's launch comes first and gives u to the others; of gate and up that is gate, or nobody waits for it
     order = range(len(sites)) if activation else sorted(range(len(sites)), key=lambda i: i != leader)
@@ -100,18 +83,19 @@ def _forward(activation, x, mask, sites, config, interpret):
         bias = None if site.bias is None else site.bias.astype(dtype)
         launch = functools.partial(lora_gemm, bias=bias, config=config(site), interpret=interpret)
         if fp8:
-            extra = Extra(added[place[i]], b_transposed(site.b / site.w.scale[:, None], dtype))
+            extra = Extra(added[i], (site.b / site.w.scale[:, None]).astype(dtype).swapaxes(1, 2))
             scales = Scales(token_scale, site.w.scale, dtype)
             ys[i], _ = launch(((values, site.w.values),), (), (extra,), scales=scales, transposed=True)
             continue
         shrinks = (Shrink(0, a, scale, ranks),) if i == leader else ()
-        extra = Extra(place[i] if i == leader else us[place[i]], b_transposed(site.b, dtype))
+        extra = Extra(own.index(i) if i == leader else us[i], site.b.astype(dtype).swapaxes(1, 2))
         unit = Unit(activation, ys[0]) if activation and i else None
         made, shrunk = launch(((x, site.w.astype(dtype)),), shrinks, (extra,), unit=unit)
         ys.update(enumerate(made, i) if unit else [(i, made)])
-        us = shrunk or us
-    by_site = {i: us[n][:, :, : sites[i].a.shape[1]] for i, n in place.items()}
-    return tuple(ys[i] for i in range(len(ys))), tuple(by_site.get(i) for i in range(len(sites)))
+        if shrunk:
+            us = tuple(shrunk[own.index(i)] if i in own else None for i in range(len(sites)))
+    us = tuple(None if u is None else u[:, :, : site.a.shape[1]] for u, site in zip(us, given, strict=True))
+    return tuple(ys[i] for i in range(len(ys))), us
 
 
 def backward(x, mask, sites: tuple[Site, ...], us, dys, rounded=None, *, config=DEFAULT, interpret=None):
@@ -146,9 +130,8 @@ def _adapter_gradients(x, sites, us, dys, dus):
 
 def _dx(mask, sites, dys, rounded, unit, config, interpret):
     """Return dx, or what a `Unit` makes of it, and by site du = scale·(dy·B): one launch where the ranks fit in it."""
-    dtype, fp8 = dys[0].dtype, holds_fp8(sites)
-    ranks = {i: sites[i].a.shape[1] for i in adapted(sites)}
-    bts = {i: b_transposed(sites[i].b, dtype) for i in ranks}
+    dtype, fp8, given, sites = dys[0].dtype, holds_fp8(sites), sites, padded(sites)
+    bts = {i: sites[i].b.astype(dtype).swapaxes(1, 2) for i in adapted(sites)}
     dus, added, shrinks, scales = {}, {}, (), None
     if fp8:
         ws = [site.w for site in sites]
@@ -159,12 +142,12 @@ def _dx(mask, sites, dys, rounded, unit, config, interpret):
         scales = Scales(token_scale, None, dtype)
     else:
         products = [(dy, site.w.astype(dtype)) for dy, site in zip(dys, sites, strict=True)]
-    if not fp8 and max((shrink_width(bt.shape[1:2]) for bt in bts.values()), default=0) <= MAX_SHRINK:
+    if not fp8 and max(shrink_width(bt.shape[1:2]) for bt in bts.values()) <= MAX_SHRINK:
         shrinks = [
             Shrink(i, bt, jnp.broadcast_to(sites[i].scale.astype(jnp.float32)[:, None], bt.shape[:2]))
             for i, bt in bts.items()
         ]
-        added = dict(zip(ranks, range(len(ranks)), strict=True))
+        added = {i: n for n, i in enumerate(bts)}
     else:
         for i, bt in bts.items():
             du = job_product(dys[i], bt, "tk,nk", jnp.float32) * sites[i].scale[:, None, None]
@@ -172,9 +155,10 @@ def _dx(mask, sites, dys, rounded, unit, config, interpret):
             added[i] = (du / token_scale[:, :, None]).astype(dtype) if fp8 else dus[i]
     extras = []
     if mask is None:
-        a, _, rows = stack(sites, dtype)  # as forward has made it
-        starts = itertools.accumulate(rows, initial=0)
-        extras = [Extra(added[i], a, at) for i, at in zip(ranks, starts, strict=False)]
+        a, at = stacked_a(sites, dtype), 0  # forward's, so that XLA makes it once
+        for i, bt in bts.items():
+            extras.append(Extra(added[i], a, at))
+            at += bt.shape[1]
     dx, made = lora_gemm(
         products,
         shrinks,
@@ -185,12 +169,12 @@ def _dx(mask, sites, dys, rounded, unit, config, interpret):
         config=config,
         interpret=interpret,
     )
-    dus |= dict(zip(ranks, made, strict=False))
-    dus = {i: dus[i][:, :, :rank] for i, rank in ranks.items()}
+    dus |= dict(zip(bts, made, strict=False))
+    dus = {i: du[:, :, : given[i].a.shape[1]] for i, du in dus.items()}
     if mask is not None:  # the mask falls on the adapters' part alone
         acc = accumulator(dtype)
         parts = [
-            job_product(du, sites[i].a.astype(dtype), "tk,kn", dtype).astype(acc) for i, du in dus.items()
+            job_product(du, given[i].a.astype(dtype), "tk,kn", dtype).astype(acc) for i, du in dus.items()
         ]
         dx = (dx.astype(acc) + sum(parts) * mask.astype(acc)).astype(dtype)
     return dx, dus

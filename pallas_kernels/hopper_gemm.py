@@ -52,7 +52,10 @@ class Shrink(NamedTuple):
 
 
 class Extra(NamedTuple):
-    """Add u[j]·E[j][row:row+R]; `u` is an array or the number of one that the shrinks make."""
+    """Add u[j]·E[j][row:row+R]; `u` is an array or the index of one that the shrinks make.
+
+    A step takes 64 of R, so that rows beyond, which may be other sites', are multiplied by zeros.
+    """
 
     u: Any  # jax.Array [J, T, R] | int
     e: jax.Array  # [J, ≥ R, N]
@@ -108,9 +111,13 @@ def _swizzled(shape, dtype):
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
 
-def _ring(products, extras, interpret):
-    """Return slots as two views, each a shape and a dtype: a step's operands are a product's or an extra's."""
-    views = _swizzled(*products), _swizzled(*extras)
+def _ring(of_products, of_extras, interpret):
+    """Return slots for a step's operands, which are a shape and a dtype: two views where those of products and of
+    extras differ.
+    """
+    if of_products == of_extras:
+        return _swizzled(*of_products)
+    views = _swizzled(*of_products), _swizzled(*of_extras)
     # race detection takes all slots of a union for one: interpreted, the views are slots of their own
     return plgpu.RefUnion(*views) if interpret is None else views
 
@@ -152,12 +159,14 @@ def lora_gemm(
         )
     n = products[0][1].shape[0 if transposed else 1]
     made = [rank for shrink in shrinks for rank in shrink.parts]
+    if any(sum(shrink.parts) != shrink.a.shape[1] for shrink in shrinks):
+        raise ValueError("the arrays of a shrink have other ranks than its A")
     if len(shrinks) > 1 and len(made) > len(shrinks):
-        raise ValueError("one of several shrinks makes one array")
+        raise ValueError("several shrinks make one array each")
     widths = [shrink_width(shrink.parts) for shrink in shrinks]
     width = max(widths, default=0)  # of the one accumulator that serves a leader's shrinks in turn
     if width > MAX_SHRINK:
-        raise ValueError(f"the shrinks have {widths} ranks; {MAX_SHRINK} is the most")
+        raise ValueError(f"the shrinks take {widths} columns; {MAX_SHRINK} is the most")
     piece = piece_width(made) if shrinks else 0
     c, a_stages = fit_shared(config, width, piece)
     job_tiles = pl.cdiv(tokens, TILE_M)
@@ -175,6 +184,10 @@ def lora_gemm(
     *a_starts, a_steps = itertools.accumulate(
         (k if p in shrink_of else 0 for p, k in enumerate(k_steps)), initial=0
     )
+    # what slots hold, of products and of extras
+    w_tile = (c.tile_n, depth) if transposed else (depth, c.tile_n)
+    x_kinds = ((c.stages, TILE_M, depth), left), ((c.stages, TILE_M, PIECE), dtype)
+    w_kinds = ((c.stages, *w_tile), products[0][1].dtype), ((c.stages, PIECE, c.tile_n), dtype)
     outs = (3 if unit.again else 2) if unit else 2 if softmax else 1
     awaited = any(isinstance(extra.u, int) for extra in extras)
     flags = bool(shrinks) and interpret is None
@@ -212,8 +225,8 @@ def lora_gemm(
 
         def scope(x_smem, w_smem, out_smem, full, free, a_smem, u_smem, a_full, a_free, u_done):
             # the slots as steps of products see them, and as steps of extras do
-            x_base, x_extra = x_smem if scales else (x_smem, x_smem)
-            w_base, w_extra = w_smem if transposed else (w_smem, w_smem)
+            x_base, x_extra = (x_smem, x_smem) if x_kinds[0] == x_kinds[1] else x_smem
+            w_base, w_extra = (w_smem, w_smem) if w_kinds[0] == w_kinds[1] else w_smem
             wg, rank, me = lax.axis_index("wg"), lax.axis_index("cluster"), lax.axis_index("sm")
             if flags:
                 ready = pl.get_global(plgpu.SemaphoreType.REGULAR((m_groups * c.cluster,)))
@@ -360,18 +373,19 @@ def lora_gemm(
 
                 def store_u(u, s, job, row):
                     """Store what a shrink made: of several its one array, of an only one each of its arrays."""
-                    only, rows = len(shrinks) == 1, pl.ds(row + wg * ROWS, ROWS)
-                    groups, ranks = ([[ref] for ref in su_refs], made) if only else ([su_refs], [width])
-                    starts = itertools.accumulate(ranks, initial=0)
-                    pieces = [
-                        (refs, start + k, k)
-                        for refs, start, rank in zip(groups, starts, ranks, strict=False)
-                        for k in range(0, rank, piece)
-                    ]
+                    rows = pl.ds(row + wg * ROWS, ROWS)
+                    if len(shrinks) == 1:
+                        which, *starts = 0, *itertools.accumulate(made[:-1], initial=0)
+                        parts = zip(su_refs, starts, made, strict=True)
+                        pieces = [
+                            ([ref], at + k, k) for ref, at, rank in parts for k in range(0, rank, piece)
+                        ]
+                    else:
+                        which, pieces = s, [(su_refs, k, k) for k in range(0, width, piece)]
                     for n, (refs, at, k) in enumerate(pieces):
                         # from a traced 0: static slices may not reach beyond the narrower ones' ranks
                         targets = [ref.at[job, rows, pl.ds(me * 0 + k, piece)] for ref in refs]
-                        send(n, u[:, at : at + piece], 0 if only else s, targets, u_smem or out_smem)
+                        send(n, u[:, at : at + piece], which, targets, u_smem or out_smem)
 
                 def store_unit(total, first, job, row, column):
                     """Read gate, and up, from the ring behind the products' steps, and store what becomes of them."""
@@ -483,18 +497,11 @@ def lora_gemm(
                 walk(on_tile)
                 plgpu.wait_smem_to_gmem(0)
 
-        x_slots = ((c.stages, TILE_M, PIECE), dtype)
-        x_slots = (
-            _ring(((c.stages, TILE_M, depth), left), x_slots, interpret) if scales else _swizzled(*x_slots)
-        )
-        w_slots = ((c.stages, PIECE, c.tile_n), dtype)
-        across = ((c.stages, c.tile_n, depth), products[0][1].dtype)
-        w_slots = _ring(across, w_slots, interpret) if transposed else _swizzled(*w_slots)
         arrivals = {"num_arrivals": WGS, "num_barriers": c.stages}
         pl.run_scoped(
             scope,
-            x_smem=x_slots,
-            w_smem=w_slots,
+            x_smem=_ring(*x_kinds, interpret),
+            w_smem=_ring(*w_kinds, interpret),
             out_smem=_swizzled((WGS, c.out_slots, ROWS, PIECE), dtype),
             full=plgpu.Barrier(num_arrivals=2, num_barriers=c.stages),
             free=plgpu.ClusterBarrier(collective_axes=("cluster",), **arrivals)

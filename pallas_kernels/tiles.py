@@ -21,20 +21,20 @@ class GemmConfig:
     sms: int = 132
 
 
-def fit_shared(config: GemmConfig, ranks: int = 0, piece: int = 0) -> tuple[GemmConfig, int]:
-    """Return the configuration with as many slots as fit beside those of `ranks` rows of A, and their number.
+def fit_shared(config: GemmConfig, width: int, piece: int) -> tuple[GemmConfig, int]:
+    """Return the configuration with as many slots as fit beside those of `width` rows of A, and their number.
 
-    `piece` is the width in which the shrinks leave, from slots of their own if it is less than a result's.
+    `piece` is the width in which shrinks leave, from slots of their own if it is less than a result's.
     """
 
     def size(stages, a_stages, out_slots):
-        ring = stages * (TILE_M + config.tile_n) + a_stages * ranks
+        ring = stages * (TILE_M + config.tile_n) + a_stages * width
         narrow = TILE_M * piece if piece < PIECE else 0
         return STEP_BYTES * ring + 2 * (out_slots * TILE_M * PIECE + narrow)
 
     for stages in range(config.stages, 1, -1):
-        for a_stages in (4, 3, 2) if ranks else (0,):
+        for a_stages in (4, 3, 2) if width else (0,):
             for out_slots in range(config.out_slots, 0, -1):
                 if size(stages, a_stages, out_slots) <= SHARED_BYTES:
                     return dataclasses.replace(config, stages=stages, out_slots=out_slots), a_stages
-    raise ValueError(f"{config} with {ranks} ranks does not fit in shared memory")
+    raise ValueError(f"{config} with {width} rows of A does not fit in shared memory")

@@ -231,6 +231,7 @@ def make_train_step(
     """
     runtime = runtime or Runtime()
     options = quick_options() if runtime.unroll > 1 or base.precision == "fp8" else ()
+    # else XLA transposes weights for dx already in forward: 2.6 GiB of 7B's (docs/benchmarks.md)
     joined = runtime.unroll > 1 and base.precision == "fp8" and runtime.recompute == "dots"
     return _train_step(base.graphdef, spec, runtime, micro_steps, options, joined)
 
@@ -293,9 +294,7 @@ def _train_step(
             # cast once a step, not in every layer forward and backward; their gradients are rounded as autocast's are
             cast = jax.tree.map(lambda w: w.astype(runtime.dtype), state.weights)
             (loss, count), grads = packed_grad(cast, state.scales, state.hyper, params, batch)
-        if (
-            joined
-        ):  # or XLA transposes weights for dx already in forward: 2.6 GiB of 7B's (docs/benchmarks.md)
+        if joined:
             grads = jax.lax.optimization_barrier(grads)
         loss, tokens = jnp.where(batch.active, loss, 0), jnp.where(batch.active, count, 0)
         before = state

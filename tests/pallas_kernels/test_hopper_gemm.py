@@ -93,19 +93,20 @@ def test_extras_take_rows_of_e(transposed):
     x, w, e = normal(2, 72, 64), normal(192, 64), normal(2, 192, 192)
     us, starts = [normal(2, 72, rank) for rank in (24, 128, 40)], (168, 16, 144)
     extras = [Extra(u, e, start) for u, start in zip(us, starts, strict=True)]
-    out, _ = lora_gemm(
-        [(x, w if transposed else w.T)],
-        (),
-        extras,
-        transposed=transposed,
-        config=ONE_BLOCK,
-        interpret=INTERPRET,
-    )
+    products = [(x, w if transposed else w.T)]
+    how = {"transposed": transposed, "config": ONE_BLOCK, "interpret": INTERPRET}
+    out, _ = lora_gemm(products, (), extras, **how)
     x, w, e, *us = (np.asarray(t, np.float64) for t in (x, w, e, *us))
     parts = [u @ e[:, start : start + u.shape[2]] for u, start in zip(us, starts, strict=True)]
     want = x @ w.T + sum(parts)
     assert relative(out, want) < 4e-3
     assert not raced()
+
+    # what stands behind the end of a job's E is another job's
+    poisoned = [extra._replace(e=extra.e.at[1].set(jnp.nan)) for extra in extras]
+    again, _ = lora_gemm(products, (), poisoned, **how)
+    np.testing.assert_array_equal(again[0], out[0])
+    assert np.isnan(again[1]).all()
 
 
 @pytest.mark.parametrize("ranks", [(8, 8, 8), (32, 8, 24), (64, 40)])
@@ -171,3 +172,25 @@ def test_shared_memory_fits(width, piece):
 def test_too_many_ranks_are_refused():
     with pytest.raises(ValueError, match="128 is the most"):
         lora_gemm(*draw(1, 64, [64], 64, [192], False, False)[:3])
+
+
+def test_arrays_of_shrinks_are_what_their_ranks_say():
+    products, (one, other), _, _ = draw(1, 64, [64, 64], 64, [16, 16], False, False)
+    with pytest.raises(ValueError, match="other ranks than its A"):
+        lora_gemm(products, [one._replace(ranks=(8,))])
+    with pytest.raises(ValueError, match="one array each"):
+        lora_gemm(products, [one._replace(ranks=(8, 8)), other])
+
+
+@pytest.mark.parametrize("ranks", [(8, 16), (32, 8, 24), (64, 40), (32, 32, 32)])
+def test_a_shrink_of_several_arrays_lowers_for_cuda(ranks):
+    def sd(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def run(x, w, a, scale, e):
+        return lora_gemm([(x, w)], [Shrink(0, a, scale, ranks)], [Extra(1, e)])
+
+    total = sum(ranks)
+    given = sd(2, 1000, 896), sd(896, 128), sd(2, total, 896), sd(2, total, dtype=jnp.float32)
+    text = jax.jit(run).trace(*given, sd(2, ranks[1], 128)).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
