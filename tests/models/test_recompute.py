@@ -153,3 +153,22 @@ def test_the_runtime_chooses_the_kernels_of_both_passes(tmp_path, monkeypatch):
     assert launches(kernels="auto") == launches(kernels="auto", recompute="dots") == 11
     with using("xla"):
         assert launches(kernels="auto") == 0
+
+
+def test_on_an_fp8_base_with_dots_gradients_are_joined_first(tmp_path):
+    """All fourteen stacks pass one barrier there, and nowhere else."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 2}))
+
+    def joined(precision, **fields):
+        base = abstract_base(str(tmp_path), precision=precision)
+        spec = pack_spec(base.config, [Job(rank=8, batch_size=2, max_steps=1)] * 3, m=2)
+        state = jax.eval_shape(lambda: empty_pack(base.config, spec))
+        batch = jax.eval_shape(lambda: random_batch(base.config.vocab_size, 3, 2, 64))
+        runtime = Runtime(dtype=jnp.bfloat16, **fields)
+        step = make_train_step(base, spec, runtime).trace(state, base.params, batch)
+        lines = step.lower(lowering_platforms=("cuda",)).as_text().splitlines()
+        types = [line.split(" : ")[1] for line in lines if "optimization_barrier" in line]
+        return [len(re.findall(r"tensor<(?:2x3|3x2)x\d+x\d+xb?f", own)) for own in types].count(14)
+
+    assert joined("fp8", unroll=2, recompute="dots") == 1
+    assert joined("fp8", unroll=2) == joined("bf16", unroll=2, recompute="dots") == 0

@@ -267,11 +267,17 @@ def test_predictions_of_steps_that_ran_on_an_h200():
     shipped, bare = cost_model(H200).memory, replace(cost_model(H200).memory, margin=0.0)
     shapes = {p.shape.name: p.shape for path in (POINTS, FAMILIES) for p in read_memory_points(path)}
     rows = []
-    for name in ("step-head", "step-kept", "step-table-h200-2026-12-01b", "step-table-h200-2026-12-02e"):
+    for name in (
+        "step-head",
+        "step-kept",
+        "step-adapters",
+        "step-table-h200-2026-12-01b",
+        "step-table-h200-2026-12-02e",
+    ):
         name = name if name[-1].isalpha() and "2026" in name else f"{name}-h200-2026-12-03"
         for line in (RESULTS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
-            current = "12-03" in name and row.get("tree") != "without the barrier"
+            current = "12-03" in name and row.get("tree") in (None, "now", "with it")
             # layers that are recomputed run as before
             if (
                 row.get("model") in shapes
@@ -295,6 +301,17 @@ def test_predictions_of_steps_that_ran_on_an_h200():
         seen.add((row["model"], row["precision"], row["recompute"], row["length"]))
     assert len(seen) >= 15 and {policy for *_, policy, _ in seen} == {"none", "dots", "layer"}
     assert len({(model, precision) for model, precision, *_ in seen}) >= 8
+
+
+def test_steps_whose_adapters_are_read_as_they_are_kept_take_no_more_than_predicted():
+    """Written-out steps compiled for an H200 after the points that the model is fitted to."""
+    shipped, bare = cost_model(H200).memory, replace(cost_model(H200).memory, margin=0.0)
+    points = read_memory_points(RESULTS / "memory-points-h200-adapters-2026-12-03.json")
+    assert len(points) == 27 and {p.precision for p in points} == {"bf16", "fp8"}
+    errors = [error(p, bare) for p in points]
+    assert min(errors) > -0.04 and sum(map(abs, errors)) / len(errors) < 0.012
+    assert sorted(errors)[-2] < 0.03 and max(errors) < 0.06  # 3B, 12 × 512, rank 64, dots
+    assert min(error(p, shipped) for p in points) > 0
 
 
 def test_steps_on_an_fp8_base_take_no_more_than_predicted():
