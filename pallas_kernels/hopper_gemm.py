@@ -375,8 +375,9 @@ def lora_gemm(
                     """Store what a shrink made: of several its one array, of an only one each of its arrays."""
                     rows = pl.ds(row + wg * ROWS, ROWS)
                     if len(shrinks) == 1:
-                        which, *starts = 0, *itertools.accumulate(made[:-1], initial=0)
+                        starts = itertools.accumulate(made[:-1], initial=0)
                         parts = zip(su_refs, starts, made, strict=True)
+                        which = 0
                         pieces = [
                             ([ref], at + k, k) for ref, at, rank in parts for k in range(0, rank, piece)
                         ]
